@@ -1,0 +1,865 @@
+"""Learnable Drift Compensation (LDC) for continual learning without stored exemplars, ECCV 2024.
+
+The first half is the method and needs torch alone: prototypes, ldc_update() (Eq. 1 and 2), its rivals, the classifier
+(Eq. 3). The second half is one run (a strategy learns task after task, every compensator is scored after each) and the
+command line:
+
+    python ldc.py                                      generated images, two minutes on a laptop
+    python ldc.py --dataset cifar100 --seed 0 1 2 3 4  the paper's setting
+"""
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import sys
+import time
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+# ==================================================================================================================
+# The method
+# ==================================================================================================================
+# Prototypes: the stored mean of each class, all that remains of an old task.
+
+
+def class_means(feats, labels, classes):
+    """Mean feature of each class: feats (N, d), labels (N,), classes an iterable of C labels -> (C, d)."""
+    member = (labels == torch.as_tensor(list(classes), device=labels.device)[:, None]).to(feats)  # (C, N)
+    return member @ feats / member.sum(1, keepdim=True)
+
+
+def precise(x):
+    """The tensor in float64, on the CPU where the device has no float64 (MPS)."""
+    return (x.cpu() if x.device.type == "mps" else x).double()
+
+
+class PrototypeStore:
+    """One raw mean per class seen, in the current feature space; beside it one pooled within-class scatter for `lda`.
+
+    The scatter S is kept as a factor R with R^T R = S, because a linear map p_F moves R's rows exactly as it moves
+    prototypes: (R W)^T (R W) = W^T S W.
+    """
+
+    def __init__(self, means=None, factor=None, count=0):
+        self.means, self.factor, self.count = means, factor, count  # (C, d), (d, d), images behind the factor
+
+    def move(self, update, linear=False):
+        """Replace the old prototypes by update(prototypes); linear=True moves the scatter by the same map."""
+        if linear and self.factor is not None:
+            moved = update(torch.cat([self.means, self.factor.to(self.means)]))
+            self.means, self.factor = moved[:len(self.means)], precise(moved[len(self.means):])
+        else:
+            self.means = update(self.means)
+
+    def add(self, feats, labels, classes):
+        """Append the means of new classes; called after the old ones were moved, so none is corrected twice."""
+        means = class_means(feats, labels, classes)
+        self.means = means if self.means is None else torch.cat([self.means, means])
+
+    def add_scatter(self, feats, labels, classes):
+        """Add the new classes' scatter around their means to the pooled one."""
+        first = torch.as_tensor(list(classes), device=labels.device)[0]
+        centred = precise(feats - class_means(feats, labels, classes)[labels - first])
+        scatter = centred.T @ centred
+        if self.factor is not None:
+            scatter = scatter + self.factor.T @ self.factor
+        values, vectors = torch.linalg.eigh(scatter)  # not Cholesky: dead ReLU units make the scatter singular
+        self.factor, self.count = values.clamp(min=0).sqrt()[:, None] * vectors.T, self.count + len(feats)
+
+    def covariance(self):
+        """Pooled within-class covariance, (d, d) in float64."""
+        return self.factor.T @ self.factor / self.count
+
+
+# Eq. 1 and 2: learn a projector from the old feature space to the new one, move every old prototype with it.
+
+PROJECTORS = {  # Table 5; (old width, new width) -> p_F, in torch's default initialisation
+    "linear": lambda a, b: nn.Linear(a, b, bias=False),
+    "linear+bias": lambda a, b: nn.Linear(a, b),
+    "linear+relu": lambda a, b: nn.Sequential(nn.Linear(a, b, bias=False), nn.ReLU()),
+    # the paper says "two-layer MLP" and no more: one hidden layer as wide as the new features
+    "mlp": lambda a, b: nn.Sequential(nn.Linear(a, b), nn.ReLU(), nn.Linear(b, b)),
+}
+
+
+def train_projector(projector, epoch_of_pairs, epochs, lr):
+    """Eq. 1 by Adam: minimise the mean of (p_F(f_{t-1}(x)) - f_t(x))^2 over the pairs, both networks frozen.
+
+    epoch_of_pairs() starts one epoch of batches (f_{t-1}(x), f_t(x)), each (B, d_old) and (B, d_new).
+    """
+    optimizer = torch.optim.Adam(projector.parameters(), lr=lr)
+    for _ in range(epochs):
+        for feats_old, feats_new in epoch_of_pairs():
+            loss = F.mse_loss(projector(feats_old), feats_new)
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            optimizer.step()
+    return projector.requires_grad_(False)
+
+
+def solve_projector(pairs, ridge=1e-3):
+    """Eq. 1 in closed form, one pass, float64: (G + lI)^-1 (C + lI) with G = A^T A, C = A^T B and l = ridge * mean of G's diagonal.
+
+    Shrunk towards the identity: a direction that the current images do not excite is left where it is, not deleted.
+    Between spaces of different width there is no identity, and the map is shrunk towards zero.
+    """
+    G = C = 0
+    for feats_old, feats_new in pairs:
+        A, B = precise(feats_old), precise(feats_new)
+        G, C = G + A.T @ A, C + A.T @ B
+    eye, device = torch.eye(len(G), dtype=G.dtype, device=G.device), feats_old.device
+    shrink = (ridge * G.diagonal().mean()).clamp(min=1e-12)
+    W = torch.linalg.solve(G + shrink * eye, C + shrink * eye if G.shape == C.shape else C)
+    projector = nn.Linear(*W.shape, bias=False, device=device).requires_grad_(False)
+    projector.weight.copy_(W.T)
+    return projector
+
+
+def fit_projector(feats_old, feats_new, *, projector="linear", solver="adam", epochs=20, lr=1e-3, batch_size=128,
+                  ridge=1e-3):
+    """p_F from paired features: feats_old (N, d_old) and feats_new (N, d_new), row i of both the same image -> module.
+
+    Lists of such matrices are several augmented passes over the images, used in turn, one an epoch.
+    """
+    passes = [(feats_old, feats_new)] if torch.is_tensor(feats_old) else list(zip(feats_old, feats_new))
+    check_projector(projector, solver)
+    if solver == "ridge":
+        return solve_projector(passes, ridge)
+    p_F = PROJECTORS[projector](passes[0][0].shape[1], passes[0][1].shape[1]).to(passes[0][0].device)
+    turn = iter(range(epochs))
+
+    def epoch_of_pairs():
+        old, new = passes[next(turn) % len(passes)]
+        order = torch.randperm(len(old)).to(old.device)
+        return ((old[i], new[i]) for i in order.split(batch_size))
+
+    return train_projector(p_F, epoch_of_pairs, epochs, lr)
+
+
+def ldc_update(prototypes, old_model, new_model, batches, *, projector="linear", solver="adam", epochs=20, lr=1e-3,
+               ridge=1e-3):
+    """Move old prototypes (C, d_old) into the new feature space, (C, d_new): Eq. 1, then Eq. 2.
+
+    old_model, new_model: any callables from images to features (N, d), of any two widths, on the prototypes' device.
+    batches: any re-iterable of image tensors, or of tuples that start with one, such as a DataLoader over the current
+    task; labels are not read. solver="adam" forwards every batch in every epoch, as the authors do, so that each epoch
+    may see fresh augmentation; solver="ridge" is the closed form and takes one pass.
+    """
+    check_projector(projector, solver)
+    if iter(batches) is batches and solver == "adam" and epochs > 1:
+        raise ValueError("batches can be read only once but training takes several epochs: pass a list or a DataLoader.")
+
+    def epoch_of_pairs():
+        for batch in batches:
+            x = (batch if torch.is_tensor(batch) else batch[0]).to(prototypes.device)
+            with torch.no_grad():
+                pair = old_model(x).float(), new_model(x).float()
+            yield pair
+
+    with eval_mode(old_model, new_model):
+        if solver == "ridge":
+            p_F = solve_projector(epoch_of_pairs(), ridge)
+        else:
+            d_old, d_new = (feats.shape[1] for feats in next(epoch_of_pairs()))
+            p_F = train_projector(PROJECTORS[projector](d_old, d_new).to(prototypes.device), epoch_of_pairs, epochs, lr)
+    return p_F(prototypes.float()).to(prototypes.dtype)  # Eq. 2
+
+
+def check_projector(projector, solver):
+    if projector not in PROJECTORS or solver not in ("adam", "ridge") or (solver == "ridge" and projector != "linear"):
+        raise ValueError(f"projector={projector!r} with solver={solver!r}: expected one of {', '.join(PROJECTORS)} with "
+                         "'adam', or 'linear' with 'ridge'.")
+
+
+@contextlib.contextmanager
+def eval_mode(*models):
+    """Models in eval mode for a while: batch statistics of the new task would shift old features and spoil running ones."""
+    was_training = [(m, m.training) for model in models if isinstance(model, nn.Module) for m in model.modules()]
+    for m, _ in was_training:
+        m.training = False
+    try:
+        yield
+    finally:
+        for m, training in was_training:
+            m.training = training
+
+
+# The rivals: semantic drift compensation (SDC), adversarial drift compensation (ADC), nearest mean of exemplars (NME).
+
+
+def sdc_update(prototypes, feats_old, feats_new, sigma=0.3, unit=False):
+    """SDC Eq. 10-11: each prototype moves by the mean drift of the images around it, weighted by a Gaussian kernel.
+
+    prototypes (C, d); feats_old, feats_new (N, d), row i of both the same image. unit=True measures the kernel's
+    distances between unit-norm vectors, the scale that sigma was made for.
+    """
+    # differs: the authors' code takes feats_old and feats_new from two shuffled passes, so its rows are different images
+    scale = (lambda x: F.normalize(x, dim=1)) if unit else (lambda x: x)
+    distance = torch.cdist(scale(prototypes), scale(feats_old), compute_mode="donot_use_mm_for_euclid_dist")
+    # the floor rules wherever the distance exceeds 4.8 sigma: there SDC is one global mean shift
+    weight = torch.exp(-distance.square() / (2 * sigma ** 2)) + 1e-5
+    return prototypes + weight @ (feats_new - feats_old) / weight.sum(1, keepdim=True)
+
+
+def adc_update(prototypes, images, old_model, new_model, *, feats_old=None, alpha=25.0, steps=3, nearest=100, limits=None):
+    """ADC: perturb current images until the old network takes them for an old class, then translate by their drift.
+
+    prototypes (C, d); images (N, 3, H, W), or anything that returns them when indexed; feats_old (N, d) their old
+    features; limits: smallest and largest pixel value.
+    """
+    with torch.no_grad():
+        feats_old = old_model(images) if feats_old is None else feats_old
+        distance = torch.cdist(prototypes, feats_old, compute_mode="donot_use_mm_for_euclid_dist")
+    candidates = distance.topk(min(nearest, distance.shape[1]), largest=False).indices  # (C, m)
+    low, high = limits or (images.min().item(), images.max().item())
+    moved = prototypes.clone()  # differs: the authors overwrite prototypes that later classes are still compared with
+    for c, prototype in enumerate(prototypes):
+        clean = images[candidates[c]]
+        attacked = attack(clean, prototype, old_model, alpha, steps, low, high)
+        with torch.no_grad():
+            found = torch.cdist(old_model(attacked), prototypes).argmin(1) == c
+            success = found.any()  # where no attack succeeds, the unperturbed images serve
+            used, keep = torch.where(success, attacked, clean), torch.where(success, found, True).to(prototypes)
+            moved[c] += keep @ (new_model(used) - old_model(used)) / keep.sum()
+    return moved
+
+
+def attack(images, prototype, model, alpha, steps, low, high):
+    """Gradient steps on the images towards a prototype, each of length alpha over the whole batch, clipped to the pixel range."""
+    for _ in range(steps):
+        images = images.detach().requires_grad_()
+        loss = (model(images) - prototype).square().mean()
+        gradient, = torch.autograd.grad(loss, images)
+        images = (images - alpha * gradient / gradient.norm().clamp(min=1e-12)).clamp(low, high).detach()
+    return images
+
+
+def herding(feats, count):
+    """iCaRL's ranking of one class: greedily the images whose running mean stays nearest the class mean; (n, d) -> (count,)."""
+    feats = F.normalize(feats, dim=1)
+    mean, total, chosen = feats.mean(0), torch.zeros_like(feats[0]), []
+    free = torch.zeros(len(feats), device=feats.device)
+    for k in range(1, min(count, len(feats)) + 1):
+        best = ((mean - (total + feats) / k).norm(dim=1) + free).argmin()
+        total, free = total + feats[best], free.index_fill(0, best, torch.inf)
+        chosen.append(best)
+    return torch.stack(chosen)
+
+
+# Eq. 3: the classifier.
+
+
+def ncm(feats, prototypes, metric="cosine"):
+    """Eq. 3, nearest class mean: feats (N, d), prototypes (C, d) -> class indices (N,)."""
+    if metric == "cosine":  # differs: the paper writes the Euclidean distance; the authors' code normalises both sides
+        return (F.normalize(feats, dim=1) @ F.normalize(prototypes, dim=1).T).argmax(1)
+    return torch.cdist(feats, prototypes).argmin(1)
+
+
+def lda(feats, prototypes, covariance, shrink=1.0):
+    """Ours: nearest class mean by cosine after whitening with one pooled covariance (d, d) -> class indices (N,)."""
+    d = len(covariance)
+    regular = covariance + shrink * covariance.diagonal().mean() * torch.eye(d, dtype=covariance.dtype, device=covariance.device)
+    whiten = torch.linalg.inv(torch.linalg.cholesky(regular)).T.to(feats)
+    return ncm(feats @ whiten, prototypes @ whiten)
+
+
+# Every compensator has one signature, (old prototypes, what may be seen of the drift) -> moved prototypes.
+
+
+class Drift:
+    """What a compensator may look at after task t: the current images through both networks. No label, no old image.
+
+    feats_old, feats_new (N, d): the clean images through f_{t-1} and f_t, paired. views: lists of the same for a few
+    augmented passes. images: the clean images, indexable. reopened: old classes under f_t, None unless a method that
+    stores images (nme) or the oracle asks for them.
+    """
+
+    def __init__(self, old_model, new_model, feats_old, feats_new, views, images, limits, options, reopened=None, seed=0):
+        self.old_model, self.new_model, self.feats_old, self.feats_new = old_model, new_model, feats_old, feats_new
+        self.views, self.images, self.limits, self.options, self.seed = views, images, limits, options, seed
+        self.reopened, self.fitted = reopened, {}
+
+    def projector(self, kind="linear", solver="adam"):
+        """p_F of Eq. 1, fitted once and shared by all prototypes that it moves."""
+        if (kind, solver) not in self.fitted:
+            o = self.options
+            feats = (self.feats_old, self.feats_new) if solver == "ridge" else self.views
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(self.seed)  # a resumed run fits what an undisturbed one fits
+                self.fitted[kind, solver] = fit_projector(*feats, projector=kind, solver=solver, epochs=o.ldc_epochs,
+                                                          lr=o.ldc_lr, batch_size=o.ldc_batch_size, ridge=o.ridge)
+        return self.fitted[kind, solver]
+
+
+COMPENSATORS = {
+    "none": lambda p, drift: p,
+    "sdc": lambda p, drift: sdc_update(p, drift.feats_old, drift.feats_new, drift.options.sdc_sigma),
+    "ldc": lambda p, drift: drift.projector(drift.options.projector)(p),
+    "ldc+bias": lambda p, drift: drift.projector("linear+bias")(p),
+    "ldc+relu": lambda p, drift: drift.projector("linear+relu")(p),
+    "ldc-mlp": lambda p, drift: drift.projector("mlp")(p),
+    "adc": lambda p, drift: adc_update(p, drift.images, drift.old_model, drift.new_model, feats_old=drift.feats_old,
+                                       alpha=drift.options.adc_alpha, steps=drift.options.adc_steps,
+                                       nearest=drift.options.adc_images, limits=drift.limits),
+    "nme-1": lambda p, drift: drift.reopened.exemplar_means(1),
+    "nme-5": lambda p, drift: drift.reopened.exemplar_means(5),
+    "nme-10": lambda p, drift: drift.reopened.exemplar_means(10),
+    "nme-20": lambda p, drift: drift.reopened.exemplar_means(20),
+    "nme-50": lambda p, drift: drift.reopened.exemplar_means(50),
+    "oracle": lambda p, drift: drift.reopened.means,
+    # ours, not in the paper
+    "sdc-unit": lambda p, drift: sdc_update(p, drift.feats_old, drift.feats_new, drift.options.sdc_sigma, unit=True),
+    "ldc-ridge": lambda p, drift: drift.projector("linear", "ridge")(p),
+}
+
+# ==================================================================================================================
+# One run: a strategy learns task after task; after each, every compensator moves its own prototypes and is scored
+# ==================================================================================================================
+
+OPTIONS = {  # name -> (value, help); P paper, S supplement, ldc the authors' code
+    "projector": ("linear", "p_F of the row ldc: " + ", ".join(PROJECTORS)),
+    "ldc_epochs": (20, "epochs of Adam on p_F"),  # P
+    "ldc_lr": (1e-3, "learning rate of Adam on p_F"),  # P
+    "ldc_batch_size": (128, "images per step of Adam on p_F"),  # ldc
+    "ldc_passes": (2, "augmented passes whose features are kept and reused over the epochs; as many as epochs is the authors' way"),
+    "ridge": (1e-3, "strength of the row ldc-ridge's pull towards the identity"),
+    "lda_shrink": (1.0, "strength of the lda read-out's pull towards a spherical covariance"),
+    "sdc_sigma": (0.3, "width of SDC's kernel"),  # S
+    "adc_alpha": (25.0, "length of ADC's steps"),  # ldc exps/lwf.json, as the next two
+    "adc_steps": (3, "number of ADC's steps"),
+    "adc_images": (100, "images that ADC perturbs for each class"),
+    "metric": ("cosine", "distance of the nearest-mean classifier: cosine (the authors' code) or euclidean (the paper)"),
+}
+OPTIONS_BY_DATASET = {
+    "imagenet100": dict(sdc_sigma=1.0),  # S
+    "cars": dict(projector="mlp", ldc_lr=5e-3, ldc_epochs=100),  # P, Table 2
+}
+EXEMPLARS = 50  # images per class that the largest nme row keeps
+LDA_ROWS = ("ldc-ridge", "oracle")  # rows that are also read out with lda, as <row>+lda
+
+
+@torch.no_grad()
+def extract(model, images, transform):
+    """Features of uint8 images (N, 3, S, S) under a frozen model, (N, d)."""
+    chunk = min(512, max(32, 2 ** 22 // images.shape[-1] ** 2))
+    return torch.cat([model(transform(x)) for x in images.split(chunk)])
+
+
+class Reopened:
+    """Old classes as f_t sees them, from their own images: the oracle's means and scatter, and the means of a few exemplars.
+
+    The only reader of finished tasks in an exemplar-free run; its numbers reach the rows oracle and nme-m, nothing else.
+    """
+
+    def __init__(self, model, stream, up_to, exemplars):
+        store, kept = PrototypeStore(), []
+        for task in stream.reopen_finished_tasks(up_to, reader="oracle"):
+            feats = extract(model, task.clean_images, task.clean)
+            store.add(feats, task.labels, task.classes)
+            store.add_scatter(feats, task.labels, task.classes)
+            kept += [feats[task.labels == c][exemplars[c]] for c in task.classes]
+        self.means, self.factor, self.count, self.kept = store.means, store.factor, store.count, kept
+
+    def exemplar_means(self, m):
+        return torch.stack([feats[:m].mean(0) for feats in self.kept])
+
+
+class Images:
+    """Clean normalised images of a task, made when indexed, so that a task of large images is never held as floats."""
+
+    def __init__(self, task):
+        self.task = task
+        extremes = task.clean(torch.stack([torch.zeros_like(task.clean_images[0]), torch.full_like(task.clean_images[0], 255)]))
+        self.limits = extremes.min().item(), extremes.max().item()
+
+    def __getitem__(self, index):
+        return self.task.clean(self.task.clean_images[index])
+
+
+def observe_drift(old, new, task, feats_new, options, seed, reopened):
+    """The current task's images through f_{t-1} and f_t: one clean pass, and a few augmented ones."""
+    generator, views = torch.Generator().manual_seed(seed), ([], [])
+    for _ in range(options.ldc_passes):
+        def augment(x):  # one draw, both networks
+            x = task.augment(x, generator)
+            return torch.cat([old(x), new(x)], 1)
+        pair = extract(lambda x: x, task.images, augment)
+        views[0].append(pair[:, :-feats_new.shape[1]])
+        views[1].append(pair[:, -feats_new.shape[1]:])
+    images = Images(task)
+    return Drift(old, new, extract(old, task.clean_images, task.clean), feats_new, views, images, images.limits, options,
+                 reopened, seed)
+
+
+def score(predictions, labels, sizes=()):
+    """Accuracy in % over all test images, and on those of each task (sizes: classes per task)."""
+    correct, edges = (predictions == labels).double(), torch.tensor([0, *sizes]).cumsum(0).tolist()
+    return (100 * correct.mean().item(),
+            [100 * correct[(labels >= a) & (labels < b)].mean().item() for a, b in zip(edges[:-1], edges[1:])])
+
+
+def summarise(row):
+    """A_last, A_inc (mean over tasks, the first included) and forgetting (mean drop from each old task's best accuracy)."""
+    accuracy, matrix = row["accuracy"], row["matrix"]
+    drops = [max(r[s] for r in matrix[s:-1]) - matrix[-1][s] for s in range(len(matrix) - 1)]
+    row.update(A_last=accuracy[-1], A_inc=sum(accuracy) / len(accuracy), forgetting=sum(drops) / len(drops) if drops else 0.0)
+
+
+class Run:
+    """One strategy, one seed: what is kept between two tasks, and what happens within one.
+
+    Prototypes and rows are kept per share of labelled images: "1" alone for supervised strategies.
+    """
+
+    def __init__(self, strategy, stream, options, compensators, seed):
+        self.strategy, self.stream, self.options, self.seed = strategy, stream, options, seed
+        self.stores = {f"{f:g}": {name: PrototypeStore() for name in compensators} for f in strategy.label_fractions}
+        self.rows = {fraction: {} for fraction in self.stores}
+        self.exemplars = {}  # class -> herding order of its first EXEMPLARS images
+        self.tasks_done, self.model = 0, None
+
+    def learn_task(self):
+        """Learn the next task (f_{t-1} -> f_t), move the old prototypes, append the new ones, evaluate."""
+        t, old, monitor = self.tasks_done, self.model, self.strategy.monitor
+        with monitor.phase("load"):
+            task = self.stream.task(t)
+            learnt = joint_task(self.stream, t) if self.strategy.reads_old_tasks else task
+        self.strategy.learn(learnt)
+        self.model = self.strategy.snapshot()
+        with monitor.phase("features"):
+            feats = extract(self.model, task.clean_images, task.clean)
+            reopened = Reopened(self.model, self.stream, t - 1, self.exemplars) if t else None
+        with monitor.phase("compensate"):
+            if t:
+                self.compensate(observe_drift(old, self.model, task, feats, self.options, self.seed * 1000 + t, reopened))
+            self.append(feats, task)
+        with monitor.phase("evaluate"):
+            tests = [(extract(self.model, images, task.clean), labels) for images, labels in self.stream.test(t)]
+            self.evaluate(t, *(torch.cat(parts) for parts in zip(*tests)))
+        self.tasks_done += 1
+
+    def compensate(self, drift):
+        """Eq. 2 for every compensator and label fraction."""
+        for stores in self.stores.values():
+            for name, store in stores.items():
+                store.move(lambda p: COMPENSATORS[name](p, drift), linear=name == "ldc-ridge")
+                if name == "oracle":
+                    store.factor, store.count = drift.reopened.factor, drift.reopened.count
+
+    def append(self, feats, task):
+        """Means of the new classes from their labelled images, and the exemplars that nme would keep."""
+        for fraction, stores in self.stores.items():
+            index, labels = task.labelled(float(fraction), self.seed)
+            for name, store in stores.items():
+                few = name != "oracle"  # the oracle has all labels
+                part, of = (feats[index], labels) if few else (feats, task.labels)
+                store.add(part, of, task.classes)
+                if name in LDA_ROWS:
+                    store.add_scatter(part, of, task.classes)
+        for c in task.classes:
+            self.exemplars[c] = herding(feats[task.labels == c], EXEMPLARS)
+
+    def readouts(self, stores):
+        """(row name, its store, classifier) of every row: nearest class mean, and lda where there is a covariance."""
+        for name, store in stores.items():
+            yield name, store, lambda f, p: ncm(f, p, self.options.metric)
+            if name in LDA_ROWS:
+                covariance = store.covariance()
+                yield f"{name}+lda", store, lambda f, p: lda(f, p, covariance, self.options.lda_shrink)
+
+    def evaluate(self, t, feats, labels):
+        """One more line of every row: accuracy per task and over all classes seen, distance to the oracle."""
+        for fraction, stores in self.stores.items():
+            for name, store, classify in self.readouts(stores):
+                row = self.rows[fraction].setdefault(name, {"accuracy": [], "matrix": [], "first_tasks": {"2": [], "3": []},
+                                                            "oracle_distance": []})
+                overall, by_task = score(classify(feats, store.means), labels, self.stream.sizes[:t + 1])
+                row["accuracy"].append(overall)
+                row["matrix"].append(by_task)
+                for k, curve in row["first_tasks"].items():  # Figure 1: test images and candidates of the first k tasks
+                    known = sum(self.stream.sizes[:min(int(k), t + 1)])
+                    early = labels < known
+                    curve.append(score(classify(feats[early], store.means[:known]), labels[early])[0])
+                if "oracle" in stores:
+                    row["oracle_distance"].append((1 - F.cosine_similarity(store.means, stores["oracle"].means)).tolist())
+                summarise(row)
+
+    def state(self):
+        """What a checkpoint holds: plain tensors, numbers and strings, so that weights_only=True loads it."""
+        monitor = self.strategy.monitor
+        return {"tasks_done": self.tasks_done, "strategy": self.strategy.state(), "exemplars": self.exemplars,
+                "stores": {f: {name: vars(store) for name, store in stores.items()} for f, stores in self.stores.items()},
+                "rows": json.dumps(self.rows), "seconds": dict(monitor.seconds), "images": monitor.images,
+                "class_names": self.stream.class_names}
+
+    def load_state(self, state):
+        self.strategy.load_state(state["strategy"])
+        self.stores = {f: {name: PrototypeStore(**kept) for name, kept in stores.items()} for f, stores in state["stores"].items()}
+        self.tasks_done, self.exemplars, self.rows = state["tasks_done"], state["exemplars"], json.loads(state["rows"])
+        self.strategy.monitor.seconds.update(state["seconds"])
+        self.strategy.monitor.images, self.model = state["images"], self.strategy.snapshot()
+
+    def result(self):
+        """The content of result.json that this run can tell."""
+        monitor = self.strategy.monitor
+        seconds = {name: round(value, 2) for name, value in monitor.seconds.items()}
+        return {"finished": self.tasks_done == self.stream.num_tasks, "tasks_done": self.tasks_done, "rows": self.rows,
+                "seconds": seconds, "images_per_second": round(monitor.images / (seconds["augment"] + seconds["step"]), 1),
+                "peak_memory_mb": peak_memory_mb(), "class_order": self.stream.class_order,
+                "class_names": self.stream.class_names, "task_sizes": self.stream.sizes}
+
+
+def joint_task(stream, t):
+    """All training images of tasks 0..t as one task, for the upper bound only."""
+    import data
+    return data.merge_tasks([*stream.reopen_finished_tasks(t - 1, reader="joint"), stream.task(t)])
+
+
+# Files. Names are deterministic; everything is written to a temporary name, then renamed.
+
+
+def write_json(path, content):
+    """JSON with a digest of itself, so that a damaged file is noticed."""
+    text = json.dumps(content, indent=1)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    replace_file(path, lambda f: f.write(json.dumps({**content, "digest": digest}, indent=1).encode()))
+
+
+def read_json(path):
+    """The content of a JSON file written by write_json, None where there is none; a damaged one raises ValueError."""
+    if not path.exists():
+        return None
+    content = json.loads(path.read_text())
+    digest = content.pop("digest", None)
+    if digest != hashlib.sha256(json.dumps(content, indent=1).encode()).hexdigest():
+        raise ValueError("its digest does not match its content")
+    return content
+
+
+def replace_file(path, write):
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "wb") as f:
+        write(f)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(temporary, path)
+
+
+def save_checkpoint(folder, state):
+    """The newest checkpoint, and the one before it: if one is damaged, only the last task is learnt again."""
+    newest = folder / "checkpoint.pt"
+    if newest.exists():
+        os.replace(newest, folder / "checkpoint-previous.pt")
+    replace_file(newest, lambda f: torch.save(state, f))
+
+
+def load_checkpoint(folder, device="cpu"):
+    """The newest intact checkpoint of a run folder, or None; a damaged one is named on stderr."""
+    for name in ("checkpoint.pt", "checkpoint-previous.pt"):
+        path = folder / name
+        try:
+            with zipfile.ZipFile(path) as archive:
+                damaged = archive.testzip()  # torch.load does not verify checksums
+            if damaged is None:
+                return torch.load(path, map_location=device, weights_only=True)
+        except FileNotFoundError:
+            continue
+        except Exception:  # a file cut short raises whatever the reader trips over first
+            pass
+        print(f"{path} is damaged; looking for an older checkpoint.", file=sys.stderr)
+    return None
+
+
+@contextlib.contextmanager
+def locked(folder):
+    """Hold the run folder; a second run in it stops. The system frees the lock when the process ends, however it ends."""
+    import fcntl
+    with open(folder / "lock", "w") as f:
+        try:
+            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            from data import UserError
+            raise UserError(f"Another run is at work in {folder}; wait for it, or choose another --out-dir.") from None
+        yield
+
+
+class Progress:
+    """One updating line with the time left; plain lines, at most one a minute, where stderr is not a terminal."""
+
+    def __init__(self, total, log):
+        self.total, self.log, self.done, self.began, self.shown = total, log, 0, time.time(), time.time()
+        self.text, self.live = "", sys.stderr.isatty()
+
+    def step(self, images):
+        """Some more images were trained on."""
+        self.done += images
+        if time.time() - self.shown > (0.2 if self.live else 60):
+            self.say(f"{self.text}  {self.left()} left", keep=not self.live)
+
+    def epoch(self, task, epoch, loss):
+        self.text = f"task {task + 1}  epoch {epoch + 1}  loss {loss:.3f}"
+        self.write({"task": task + 1, "epoch": epoch + 1, "loss": loss})
+
+    def left(self):
+        return duration((time.time() - self.began) / max(1, self.done) * (self.total - self.done))
+
+    def say(self, line, keep=True):
+        self.shown = time.time()
+        print(f"\r\x1b[K{line}" if self.live else line, end="\n" if keep else "", file=sys.stderr, flush=True)
+
+    def write(self, event):
+        """One JSON object a line; flushed, so that a killed run leaves its story behind."""
+        with open(self.log, "a") as f:
+            f.write(json.dumps({"time": round(time.time(), 1), **event}) + "\n")
+
+
+def duration(seconds):
+    hours, rest = divmod(int(seconds), 3600)
+    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
+
+
+def peak_memory_mb():
+    """Largest resident memory of the process and, on CUDA, the largest allocated on the device."""
+    import resource
+    peak = {"process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (2 ** 20 if sys.platform == "darwin" else 2 ** 10)}
+    if torch.cuda.is_available():
+        peak["cuda"] = torch.cuda.max_memory_allocated() // 2 ** 20
+    return peak
+
+
+def provenance(device):
+    """Versions, device and commit that made a result."""
+    import subprocess
+    import torchvision
+    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
+    return {"python": sys.version.split()[0], "torch": torch.__version__, "torchvision": torchvision.__version__,
+            "device": torch.cuda.get_device_name() if device.type == "cuda" else device.type,
+            "threads": torch.get_num_threads(), "commit": git.stdout.strip() or None}
+
+
+def identity_of(args, seed):
+    """What makes two runs the same experiment; the content of args.json."""
+    return {"dataset": args.dataset, "strategy": args.strategy, "scale": args.scale, "seed": seed,
+            "order_seed": seed if args.order_seed is None else args.order_seed, "tasks": args.tasks,
+            "first_classes": args.first_classes, "image_size": args.image_size, "class_list": args.class_list,
+            "settings": args.settings, "options": args.options, "compensators": args.compensators}
+
+
+def check_identity(folder, identity):
+    """A folder holds one experiment: other settings need another folder."""
+    from data import UserError
+    try:
+        before = read_json(folder / "args.json")
+    except ValueError as error:
+        raise UserError(f"{folder / 'args.json'} is damaged ({error}); delete the folder or choose another --out-dir.") from None
+    for name, value in json.loads(json.dumps(identity)).items():
+        if before and before.get(name) != value:
+            old = before.get(name)
+            if isinstance(value, dict):
+                name = next(n for n in {**value, **old} if value.get(n) != old.get(n))
+                old, value = old.get(name), value.get(name)
+            raise UserError(f"{folder} holds a run with {name} {old}, but {value} was asked for; repeat its settings, "
+                            "or give the new run a --tag or an --out-dir of its own.")
+
+
+def run_seed(args, seed):
+    """Learn all tasks for one seed, or go on where an earlier call stopped; returns the content of result.json."""
+    folder = Path(args.out_dir, args.scale, args.dataset, args.strategy + (f"-{args.tag}" if args.tag else ""), f"seed{seed}")
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder):
+        identity = identity_of(args, seed)
+        check_identity(folder, identity)
+        try:
+            result = read_json(folder / "result.json")
+        except ValueError as error:
+            result = None
+            print(f"{folder / 'result.json'} is damaged ({error}); it is made again from the checkpoint.", file=sys.stderr)
+        if result and result["finished"]:
+            print(f"{folder} is finished, nothing to do.", file=sys.stderr)
+            return result
+        run, device = open_run(args, identity), torch.device(args.device)
+        checkpoint = load_checkpoint(folder, device)
+        if checkpoint:
+            run.load_state(checkpoint)
+        elif result:
+            print(f"{folder} has no intact checkpoint; starting again at task 1.", file=sys.stderr)
+        write_json(folder / "args.json", identity)
+        return learn_all(run, folder, {"command": args.command, **identity, **provenance(device)})
+
+
+def open_run(args, identity):
+    """Data, stream, strategy: everything that a run needs before its first task."""
+    import data
+    import strategies
+    monitor, device = strategies.Monitor(), torch.device(args.device)
+    with monitor.phase("load"):
+        dataset = data.load(args.dataset, args.data_dir, image_size=args.image_size, class_list=args.class_list, workers=args.workers)
+    stream = data.TaskStream(dataset, tasks=args.tasks, first_classes=args.first_classes, seed=identity["order_seed"], device=device)
+    strategy = strategies.STRATEGIES[args.strategy](args.settings, dataset.image_size, seed=identity["seed"], device=device,
+                                                    amp=args.amp, compile=args.compile)
+    strategy.monitor = monitor
+    return Run(strategy, stream, SimpleNamespace(**args.options), args.compensators, identity["seed"])
+
+
+def learn_all(run, folder, context):
+    """Every task that is left, with a checkpoint and result.json after each."""
+    strategy, stream = run.strategy, run.stream
+    counts = [sum(stream.dataset.train_counts[c] for c in stream.class_order[sum(stream.sizes[:t]):sum(stream.sizes[:t + 1])])
+              for t in range(stream.num_tasks)]
+    passes = [strategy.epochs(t) * (sum(counts[:t + 1]) if strategy.reads_old_tasks else n) for t, n in enumerate(counts)]
+    progress = Progress(sum(passes[run.tasks_done:]), folder / "log.jsonl")
+    progress.write(context)
+    strategy.monitor.on_step, strategy.monitor.on_epoch = progress.step, progress.epoch
+    while run.tasks_done < stream.num_tasks:
+        run.learn_task()
+        result = {**context, **run.result()}
+        save_checkpoint(folder, run.state())
+        write_json(folder / "result.json", result)
+        rows = next(iter(run.rows.values()))
+        accuracy = {name: row["accuracy"][-1] for name, row in rows.items()}
+        progress.write({"task": run.tasks_done, "accuracy": accuracy})
+        shown = "  ".join(f"{name} {accuracy[name]:5.1f}" for name in ("none", "sdc", "ldc", "oracle") if name in accuracy)
+        progress.say(f"task {run.tasks_done}/{stream.num_tasks}  {sum(stream.sizes[:run.tasks_done])} classes  {shown}  {progress.left()} left")
+    return result
+
+
+# Using the result.
+
+
+class Classifier:
+    """The backbone and prototypes that a run left behind: image files in, (class name, cosine similarity) out."""
+
+    def __init__(self, folder, row="ldc", device="cpu"):
+        import data
+        import strategies
+        folder = Path(folder)
+        args, state = read_json(folder / "args.json"), load_checkpoint(folder, device)
+        if args is None or state is None:
+            raise data.UserError(f"{folder} holds no run: expected args.json and an intact checkpoint.pt there; run ldc.py first.")
+        self.transform = data.Transform(args["dataset"], args["image_size"])
+        strategy = strategies.STRATEGIES[args["strategy"]](args["settings"], self.transform.image_size, device=device)
+        strategy.load_state(state["strategy"])
+        stores = list(state["stores"].values())[-1]  # the largest share of labels
+        if row not in stores:
+            raise data.UserError(f"{folder} has no row {row}; it has {', '.join(stores)}.")
+        self.model, self.prototypes, self.names, self.device = strategy.snapshot(), stores[row]["means"], state["class_names"], device
+
+    @torch.no_grad()
+    def __call__(self, paths):
+        images = torch.stack([self.transform.decode(path) for path in paths]).to(self.device)
+        feats = self.model(self.transform.clean(images))
+        similarity, label = (F.normalize(feats, dim=1) @ F.normalize(self.prototypes, dim=1).T).max(1)
+        return [(self.names[c], s) for c, s in zip(label.tolist(), similarity.tolist())]
+
+
+# ==================================================================================================================
+# The command line
+# ==================================================================================================================
+
+
+def flag_type(value):
+    """argparse arguments for a flag whose preset holds this value."""
+    return {"type": type(value[0]), "nargs": "+"} if isinstance(value, tuple) else {"type": type(value)}
+
+
+def build_parser():
+    import data
+    import strategies
+    parser = argparse.ArgumentParser(prog="ldc.py", allow_abbrev=False, description=__doc__.split("\n")[0],
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = parser.add_argument_group("the run").add_argument
+    add("--dataset", choices=list(data.DATASETS), default="demo", help="demo is generated; folder is your own {train,test}/<class>/*")
+    add("--data-dir", default="data", help="where data sets are, or are downloaded to")
+    add("--strategy", choices=list(strategies.STRATEGIES), default="lwf", help="how the backbone learns a task")
+    add("--scale", choices=list(strategies.SCALES), help="paper: every setting as the paper has it; small: width 16 and 15 %% of "
+        "the epochs; demo, smoke: less (default: demo for generated images, else paper)")
+    add("--seed", type=int, nargs="+", default=[0], help="one run each; governs class order, initialisation and all draws")
+    add("--order-seed", type=int, help="class order from a seed of its own (default: the run's seed)")
+    add("--tasks", type=int, default=10, help="number of tasks")
+    add("--first-classes", type=int, help="classes in the first task (default: as many as in the others)")
+    add("--image-size", type=int, help="resolution for --dataset folder")
+    add("--class-list", help="file with one class folder a line, for imagenet100 and folder")
+    add("--compensators", nargs="+", choices=list(COMPENSATORS), default=list(COMPENSATORS), metavar="ROW", help="rows to compute")
+    add("--out-dir", default="runs", help="results go to <out-dir>/<scale>/<dataset>/<strategy>/seed<k>; an interrupted run goes on there")
+    add("--tag", help="added to the strategy's folder name, to keep a run with other settings apart")
+    add = parser.add_argument_group("the machine").add_argument
+    add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="auto takes cuda, then mps, then cpu")
+    add("--amp", action=argparse.BooleanOptionalAction, help="bfloat16 autocast (default: on CUDA only)")
+    add("--compile", action="store_true", help="torch.compile the backbone: minutes to start, then faster steps")
+    add("--deterministic", action="store_true", help="repeatable to the last bit on CUDA too; slower there, and the CPU always is")
+    add("-j", "--workers", type=int, help="threads that decode images (default: all cores)")
+    add = parser.add_argument_group("a finished run").add_argument
+    add("--predict", nargs="+", metavar="IMAGE", help="classify image files with the run in --run and stop")
+    add("--run", help="folder of that run")
+    add("--row", default="ldc", choices=list(COMPENSATORS), metavar="ROW", help="whose prototypes --predict uses")
+    add = parser.add_argument_group("settings of the strategy (default: the preset of strategy, data set and scale)").add_argument
+    values = {name: value for preset in strategies.PRESETS.values() for part in preset.values() for name, value in part.items()}
+    for name, text in strategies.SETTINGS.items():
+        add("--" + name.replace("_", "-"), **flag_type(values[name]), default=argparse.SUPPRESS, help=text)
+    add = parser.add_argument_group("settings of the compensators (default: the preset of the data set)").add_argument
+    for name, (value, text) in OPTIONS.items():
+        add("--" + name.replace("_", "-"), **flag_type(value), default=argparse.SUPPRESS, help=f"{text} ({value})")
+    return parser
+
+
+def resolve(args):
+    """Fill in what depends on other flags: scale, device, settings, options; UserError where they contradict each other."""
+    import strategies
+    from data import UserError
+    args.scale = args.scale or ("demo" if args.dataset == "demo" else "paper")
+    flags = vars(args)
+    args.settings = strategies.resolve_settings(args.strategy, args.dataset, args.scale,
+                                                {n: flags[n] for n in strategies.SETTINGS if n in flags})
+    args.options = {**{n: value for n, (value, _) in OPTIONS.items()}, **OPTIONS_BY_DATASET.get(args.dataset, {}),
+                    **{n: flags[n] for n in OPTIONS if n in flags}}
+    if args.options["projector"] not in PROJECTORS:
+        raise UserError(f"--projector {args.options['projector']} is unknown; expected one of {', '.join(PROJECTORS)}.")
+    if args.options["metric"] not in ("cosine", "euclidean"):
+        raise UserError(f"--metric {args.options['metric']} is unknown; expected cosine or euclidean.")
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if args.device == "auto":
+        args.device = next(name for name in available if available[name])
+    elif not available[args.device]:
+        raise UserError(f"--device {args.device} is not available here; use --device auto or cpu.")
+    args.amp = args.device == "cuda" if args.amp is None else args.amp
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+    elif args.device == "cuda":
+        torch.backends.cudnn.benchmark = True
+
+
+def main(argv=None):
+    """The command line; returns the exit code."""
+    args = build_parser().parse_args(argv)
+    args.command = " ".join(["python ldc.py", *(sys.argv[1:] if argv is None else argv)])
+    from data import UserError
+    try:
+        resolve(args)
+        if args.predict:
+            if not args.run:
+                raise UserError("--predict needs --run, the folder of a finished run.")
+            for path, (name, similarity) in zip(args.predict, Classifier(args.run, args.row, args.device)(args.predict)):
+                print(f"{path}: {name} (cosine similarity {similarity:.3f})")
+            return 0
+        import report
+        print(report.run_table([run_seed(args, seed) for seed in args.seed]))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nstopped; the same command goes on after the last finished task.", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,12 +1,13 @@
 """Images become a stream of tasks, on the device that trains.
 
-load() decodes a data set once into a cache file of uint8 squares; TaskStream deals its classes out as tasks; Dataset.augment,
-.clean, .two_views and .multi_crop turn batches of those squares into network input on the device. Every augmentation is split
-in two: draw_*() draws the parameters of all samples from a CPU generator, apply_*() does the pixel work where the images are.
+load() decodes a data set once into a cache file of uint8 squares, TaskStream deals its classes out as tasks, and
+augment, clean, two_views and multi_crop turn batches of squares into network input on the device. An augmentation has
+two halves: draw_*() draws the parameters of all samples from a CPU generator, apply_*() works where the images are.
 
     python data.py --dataset cifar100        # look at your data: counts, means, speeds, one picture per pipeline
 """
 import argparse
+import copy
 import functools
 import hashlib
 import json
@@ -35,7 +36,7 @@ class UserError(Exception):
 
 
 def to_device(plan, device):
-    """A drawn plan with its tensors on `device`; pinned and asynchronous on CUDA, so that no step waits for the copy."""
+    """A drawn plan with its tensors on `device`; pinned and asynchronous on CUDA, so that no step waits for it."""
     if isinstance(plan, torch.Tensor):
         return plan.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else plan.to(device)
     if isinstance(plan, dict):
@@ -71,7 +72,7 @@ def centre_crop(images, size):
 
 
 def resize_matrix(start, length, out, size, cubic, flip=None):
-    """Weights (B, out, size) by which Pillow resizes the pixels [start, start + length) of a row of `size` to `out` pixels.
+    """Weights (B, out, size) by which Pillow resizes the pixels [start, start + length) of a row of `size` to `out`.
 
     Triangle or cubic (a = -0.5) filter, widened by the scale when shrinking (antialiasing); flip mirrors the output.
     """
@@ -121,13 +122,13 @@ def draw_boxes(n, side, area, generator, ratio=(3 / 4, 4 / 3)):
 
 
 def rotate4(x):
-    """Each image and its three quarter turns, counter-clockwise: (B, 3, s, s) -> (4B, 3, s, s), image-major (PASS, EFC)."""
+    """Each image and its quarter turns, counter-clockwise: (B, 3, s, s) -> (4B, 3, s, s), image-major (PASS, EFC)."""
     return torch.stack([x.rot90(k, (2, 3)) for k in range(4)], 1).flatten(0, 1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # AutoAugment, CIFAR-10 policy (Cubuk et al. 2019), operations and magnitudes as torchvision has them, grey fill.
-# differs: the authors' code shears with bicubic interpolation, does not truncate translations, and solarises from 256 down.
+# differs: the authors' code shears with bicubic interpolation, does not truncate translations, solarises from 256 down.
 
 FILL = 128
 POLICY = [pair.split() for pair in """
@@ -148,8 +149,8 @@ def magnitude(op, index, side):
     """torchvision's magnitude number `index` of 0..9 for images of this side."""
     if op == "Posterize":
         return 8 - round(index / 9 * 4)
-    ends = {"Shear": (0, 0.3), "Trans": (0, 150 / 331 * side), "Rotat": (0, 30), "Solar": (255, 0)}.get(op[:5], (0, 0.9))
-    value = torch.linspace(*ends, 10)[index].item()
+    ends = {"Shear": (0, 0.3), "Trans": (0, 150 / 331 * side), "Rotat": (0, 30), "Solar": (255, 0)}
+    value = torch.linspace(*ends.get(op[:5], (0, 0.9)), 10)[index].item()
     return int(value) if op.startswith("Trans") else value
 
 
@@ -179,14 +180,14 @@ def op_parameters(op, value, side):
 def policy_tables(side):
     """The policy as (25, 2) tables: operation as a number into names, probability, magnitude; and the names."""
     names = sorted({pair[i] for pair in POLICY for i in (0, 3)})
-    ops = torch.tensor([[names.index(pair[i]) for i in (0, 3)] for pair in POLICY])
-    chance = torch.tensor([[float(pair[i + 1]) for i in (0, 3)] for pair in POLICY])
-    size = torch.tensor([[magnitude(pair[i], int(pair[i + 2]), side) for i in (0, 3)] for pair in POLICY], dtype=torch.float64)
-    return names, ops, chance, size
+    entries = [[(names.index(pair[i]), float(pair[i + 1]), magnitude(pair[i], int(pair[i + 2]), side)) for i in (0, 3)]
+               for pair in POLICY]
+    ops, chance, size = torch.tensor(entries, dtype=torch.float64).unbind(2)
+    return names, ops.long(), chance.float(), size
 
 
 def draw_autoaugment(n, side, generator):
-    """The policy's two steps for n images: each a dictionary operation -> (image numbers (k,), parameters of k rows)."""
+    """The policy's two steps for n images: each a dictionary operation -> (image numbers (k,), parameters (k, ...))."""
     names, ops, chance, size = policy_tables(side)
     pair = torch.randint(len(POLICY), (n,), generator=generator)
     active = torch.rand(n, 2, generator=generator) <= chance[pair]
@@ -230,7 +231,7 @@ def affine(images, matrix):
 
 
 def gray(images):
-    """Luma (k, 1, H, W) in float32, with torchvision's weights (and its order of additions, so that roundings agree)."""
+    """Luma (k, 1, H, W) in float32 with torchvision's weights, added in its order so that roundings agree."""
     r, g, b = images.to(torch.float32).split(1, dim=1)
     return (r * 0.2989).add_(g, alpha=0.587).add_(b, alpha=0.114)
 
@@ -271,7 +272,8 @@ def equalize(images, _=None):
     one = torch.ones((), dtype=torch.int32, device=images.device)
     counts = torch.zeros(*pixels.shape[:2], 256, dtype=torch.int32, device=images.device)
     counts.scatter_add_(2, pixels, one.expand_as(pixels))
-    step = (pixels.shape[2] - counts.gather(2, pixels.amax(2, keepdim=True))) // 255  # the brightest level does not count
+    brightest = counts.gather(2, pixels.amax(2, keepdim=True))
+    step = (pixels.shape[2] - brightest) // 255
     below = counts.cumsum(2) - counts
     table = ((below + step // 2) // step.clamp(min=1)).clamp_(0, 255)
     table = torch.where(step == 0, torch.arange(256, device=images.device), table).to(torch.uint8)
@@ -311,9 +313,9 @@ class View:
 
 
 def view_recipes(recipe, size):
-    """The views of a recipe at an image size; up to 64 pixels as the repositories treat CIFAR, above as ImageNet.
+    """The views of a recipe at an image size: up to 64 pixels as the repositories treat CIFAR, above as ImageNet.
 
-    asymmetric: Barlow Twins in CaSSLe and PFR; symmetric: SimCLR in POCON; multi: NNCSL's two large and two small crops.
+    asymmetric: Barlow Twins in CaSSLe and PFR; symmetric: SimCLR in POCON; multi: NNCSL, two large and two small crops.
     """
     large = size > 64
     if recipe == "asymmetric":
@@ -331,7 +333,7 @@ def view_recipes(recipe, size):
 
 
 def draw_view(n, side, view, generator):
-    """Parameters of one view of n square images of this side: box, flip, jitter, and the image numbers of each further step."""
+    """Parameters of one view of n images: box, flip, jitter, and for each further step the numbers of its images."""
     def some(chance):
         return (torch.rand(n, generator=generator) < chance).nonzero().squeeze(1)
 
@@ -386,7 +388,7 @@ def colour_jitter(x, factors, order):
 
 
 def shift_hue(x, turn):
-    """Rotate the hue of float images in place by turn (B, 1, 1) of a full circle; value and chroma stay (HSV hexagon)."""
+    """Rotate the hue of float images in place by turn (B, 1, 1) of the HSV hexagon; value and chroma stay."""
     r, g, b = x.unbind(1)
     low, high = x.aminmax(dim=1)
     chroma = high - low
@@ -398,14 +400,13 @@ def shift_hue(x, turn):
 
 
 def gaussian_blur(x, sigma):
-    """Blur each image with its own sigma (k,), reflecting at the border; a window of 23 pixels at 224, in proportion else."""
-    side = x.shape[-1]
-    i = torch.arange(side, device=x.device)
-    radius = side // 20  # 11 at 224
-    weight = 0
-    for distance, counts in (((i[:, None] - i).abs(), i >= 0), (i[:, None] + i, i > 0), (2 * (side - 1) - i[:, None] - i, i < side - 1)):
-        g = torch.exp(-0.5 * (distance / sigma[:, None, None]) ** 2)
-        weight = weight + g * ((distance <= radius) & counts)
+    """Blur each image with its own sigma (k,), reflected at the border; the window is 23 pixels at 224."""
+    last, radius = x.shape[-1] - 1, x.shape[-1] // 20  # 11 at 224
+    i = torch.arange(last + 1, device=x.device)
+    weight = 0  # of input pixel i for output pixel j: directly, and by its mirror images beyond either edge
+    j = i[:, None]
+    for distance, exists in (((j - i).abs(), i >= 0), (j + i, i > 0), (2 * last - j - i, i < last)):
+        weight = weight + torch.exp(-0.5 * (distance / sigma[:, None, None]) ** 2) * ((distance <= radius) & exists)
     weight = weight / weight.sum(2, keepdim=True)
     return weight[:, None] @ (x.flatten(1, 2) @ weight.mT).unflatten(1, (3, -1))
 
@@ -419,7 +420,7 @@ DECODER = 1  # part of every fingerprint: raise it when decode() changes
 
 @dataclass(frozen=True)
 class Form:
-    """How an image becomes the stored square: short side to `side` and the centre cut out, or squashed to side x side."""
+    """How an image becomes the stored square: short side to `side` and the centre cut out, or squashed."""
     side: int
     squash: bool = False
     cubic: bool = False
@@ -453,8 +454,9 @@ class Split:
     def of(self, c):
         """The images of class c, a view; their checksum is compared the first time they are read."""
         part = self.images[self.starts[c]:self.starts[c + 1]]
-        if c in self.checks and zlib.crc32(part) != self.checks.pop(c):
+        if c in self.checks and zlib.crc32(part) != self.checks[c]:
             raise UserError(f"the cache file {self.file} is damaged: delete it, and it will be built again")
+        self.checks.pop(c, None)
         return torch.from_numpy(part)
 
 
@@ -473,15 +475,15 @@ def list_images(folder):
 class Progress:
     """One line that updates itself on a terminal; elsewhere a line every ten seconds and at the end."""
 
-    def __init__(self, what, total, quiet):
-        self.what, self.total, self.start, self.last = what, total, time.time(), 0 if quiet is False else math.inf
+    def __init__(self, what, total, quiet, unit="images"):
+        self.what, self.total, self.quiet, self.unit = what, total, quiet, unit
+        self.start = self.last = time.time()
 
     def show(self, done):
-        now, live = time.time(), sys.stderr.isatty()
-        if now - self.last > (0.2 if live else 10) or (done == self.total and self.last < math.inf):
-            self.last = now
-            text = f"{self.what}: {done:,} of {self.total:,} images, {now - self.start:.0f} s"
-            print(f"\r{text}" if live else text, end="" if live and done < self.total else "\n", file=sys.stderr, flush=True)
+        live, now = sys.stderr.isatty(), time.time()
+        if not self.quiet and (done == self.total or now - self.last > (0.2 if live else 10)):
+            text, self.last = f"{self.what}: {done:,} of {self.total:,} {self.unit}, {now - self.start:.0f} s", now
+            print("\r" * live + text, end="" if live and done < self.total else "\n", file=sys.stderr, flush=True)
 
 
 def write_cache(file, fingerprint, items, read, side, progress, workers):
@@ -492,7 +494,7 @@ def write_cache(file, fingerprint, items, read, side, progress, workers):
     counts, checks, done = [len(part) for part in items], [], 0
     header = {"descr": "|u1", "fortran_order": False, "shape": (sum(counts), 3, side, side)}
     np.lib.format.write_array_header_1_0(file, header)
-    with ThreadPoolExecutor(workers or os.cpu_count()) as pool:  # Pillow lets go of the interpreter lock while it decodes
+    with ThreadPoolExecutor(workers or os.cpu_count()) as pool:  # Pillow decodes without the interpreter lock
         for part in items:
             check = 0
             for i in range(0, len(part), 256):  # in pieces, so that decoded images never pile up in memory
@@ -522,9 +524,9 @@ def read_cache(path, fingerprint):
 
 
 def cached(folders, name, fingerprint, items, read, side, workers, quiet):
-    """The Split of this fingerprint from a cache file in the first folder that has it, else decoded into the first writable.
+    """The Split of this fingerprint: from the first folder that has its cache file, else decoded into the first writable.
 
-    items() -> one list per class, read(item) -> uint8 image; used only when something has to be decoded.
+    items() -> one list per class, read(item) -> uint8 image; called only when something has to be decoded.
     """
     for folder in folders:
         if split := read_cache(folder / f"{name}.npy", fingerprint):
@@ -532,11 +534,12 @@ def cached(folders, name, fingerprint, items, read, side, workers, quiet):
     items = items()
     with tempfile.TemporaryDirectory() as last_resort:  # its files live as long as they are mapped
         for folder in [*folders, Path(last_resort)]:
-            part = folder / f"{name}.{os.getpid()}.tmp"  # then renamed: two processes at once both end with a whole file
+            part = folder / f"{name}.{os.getpid()}.tmp"  # renamed at the end: two processes at once do no harm
             try:
                 folder.mkdir(parents=True, exist_ok=True)
+                progress = Progress(name, sum(map(len, items)), quiet)
                 with open(part, "wb") as file:
-                    write_cache(file, fingerprint, items, read, side, Progress(name, sum(map(len, items)), quiet), workers)
+                    write_cache(file, fingerprint, items, read, side, progress, workers)
                 os.replace(part, folder / f"{name}.npy")
                 return read_cache(folder / f"{name}.npy", fingerprint)
             except OSError as error:
@@ -573,7 +576,7 @@ def class_files(folder, names=None):
     files = {name: list_images(folder / name) for name in class_folders(folder) if names is None or name in names}
     for name in files:
         if not files[name]:
-            raise UserError(f"the class folder {folder / name} holds no image ({' '.join(SUFFIXES[:3])} ...): fill or remove it")
+            raise UserError(f"the class folder {folder / name} holds no image (.jpg, .png ...): fill or remove it")
     if not files:
         raise UserError(f"{folder} has no class folders: put the images of each class into a folder of its own there")
     return files
@@ -583,7 +586,7 @@ def matched(root, train, held_out, test):
     """Both splits, which must have the same classes."""
     for name in sorted(set(train) ^ set(test)):
         there, missing = (held_out, root / "train") if name in test else (root / "train", held_out)
-        raise UserError(f"class {name!r} is in {there} but not in {missing}: add or remove it, both need the same classes")
+        raise UserError(f"class {name!r} is in {there} but not in {missing}: both need the same classes")
     names = sorted(train)
     return Found(names, {"train": [train[name] for name in names], "test": [test[name] for name in names]})
 
@@ -592,12 +595,12 @@ def by_class(root, names=None):
     """The layout root/{train,test or val}/<class>/*, or only the classes in names."""
     held_out = next((root / part for part in ("test", "val") if (root / part).is_dir()), None)
     if held_out is None:
-        raise UserError(f"{root} has a train folder but neither test nor val: put held-out images into {root}/test/<class>/")
+        raise UserError(f"{root} has train but neither test nor val: put held-out images into {root}/test/<class>/")
     return matched(root, class_files(root / "train", names), held_out, class_files(held_out, names))
 
 
 def listed_classes(class_list, root):
-    """Class names from a text file, one per line (or the first word of each line), that must be folders of root/train."""
+    """Class names from a text file, one per line or the first word of each line; they must be folders of root/train."""
     try:
         lines = [line.strip() for line in Path(class_list).read_text().splitlines() if line.strip()]
     except OSError as error:
@@ -606,7 +609,7 @@ def listed_classes(class_list, root):
     names = [line if line in present else line.split()[0] for line in lines]
     for name in names or ["(nothing)"]:
         if name not in present:
-            raise UserError(f"the class list {class_list} has {name}, expected names of folders in {root / 'train'}, one per line")
+            raise UserError(f"the class list {class_list} has {name}: expected names of folders in {root / 'train'}")
     return names
 
 
@@ -614,7 +617,7 @@ def find_folder(data_dir, class_list):
     """Anybody's images."""
     root = find_root(data_dir, ".")
     if root is None:
-        raise UserError(f"{data_dir} has no train folder: expected {data_dir}/train/<class>/* and {data_dir}/test/<class>/*")
+        raise UserError(f"{data_dir} has no train folder: expected {data_dir}/train/<class>/* and .../test/<class>/*")
     return by_class(root, listed_classes(class_list, root) if class_list else None)
 
 
@@ -622,22 +625,22 @@ def find_cars(data_dir, _):
     """Stanford Cars; class ids by sorted folder name, as SLCA has them."""
     root = find_root(data_dir, "stanford_cars", "cars", "cars196", "car_data")
     if root is None:
-        raise UserError(f"Stanford Cars not found in {data_dir}: sort the images into {data_dir}/stanford_cars/train/<class>/*.jpg "
+        raise UserError(f"Stanford Cars not found in {data_dir}: sort it into {data_dir}/stanford_cars/train/<class>/*.jpg "
                         "and .../test/<class>/*.jpg (the original download is gone; by-class copies are on Kaggle)")
     return by_class(root)
 
 
 def find_imagenet100(data_dir, class_list):
-    """The seed-1993 subset: the first 100 of RandomState(1993).permutation(1000) over the sorted class folders of ImageNet."""
+    """The seed-1993 subset: of ImageNet's sorted classes the first 100 of RandomState(1993).permutation(1000)."""
     root = find_root(data_dir, "imagenet100", "imagenet", "ILSVRC2012", ".")
     if root is None:
-        raise UserError(f"ImageNet not found in {data_dir}: expected {data_dir}/imagenet100/train/<wnid>/* and .../val/<wnid>/*, "
-                        "with all 1000 classes or the 100 of the subset")
+        raise UserError(f"ImageNet not found in {data_dir}: expected {data_dir}/imagenet100/train/<wnid>/* and "
+                        ".../val/<wnid>/*, with all 1000 classes or the 100 of the subset")
     names = listed_classes(class_list, root) if class_list else class_folders(root / "train")
     if not class_list and len(names) == 1000:
         names = [names[i] for i in np.random.RandomState(1993).permutation(1000)[:100]]
     elif not class_list and len(names) != 100:
-        raise UserError(f"{root / 'train'} has {len(names)} class folders: expected 1000, or the 100 of a subset, or a --class-list")
+        raise UserError(f"{root / 'train'} has {len(names)} class folders: expected 1000 or 100, or a --class-list")
     return by_class(root, set(names))
 
 
@@ -645,7 +648,7 @@ TINY = ("http://cs231n.stanford.edu/tiny-imagenet-200.zip", "90528d7ca1a48142e34
 
 
 def find_tinyimagenet(data_dir, _):
-    """Tiny-ImageNet as in its zip, with val_annotations.txt, or with val sorted into class folders; downloaded if absent."""
+    """Tiny-ImageNet as in its zip (val_annotations.txt) or with val sorted into class folders; downloaded if absent."""
     root = find_root(data_dir, "tiny-imagenet-200") or download_zip(*TINY, data_dir / "tiny-imagenet-200")
     train, val, test = class_files(root / "train"), root / "val", {}
     if any((val / name).is_dir() for name in train):
@@ -656,7 +659,7 @@ def find_tinyimagenet(data_dir, _):
         for name, wnid, *_ in rows:
             test.setdefault(wnid, []).append(present[name])
     except (OSError, KeyError, ValueError) as error:
-        raise UserError(f"{val} is incomplete ({error}): expected val_annotations.txt and its images, or one folder per class") from None
+        raise UserError(f"{val} is incomplete ({error}): expected images and val_annotations.txt, or class folders") from None
     return matched(root, train, val, test)
 
 
@@ -670,22 +673,24 @@ def download_zip(url, md5, target):
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".download-") as folder:
             digest = hashlib.md5()
             with urllib.request.urlopen(url, timeout=30) as source, open(Path(folder, "zip"), "wb") as file:
-                print(f"downloading {url} ({int(source.headers.get('Content-Length') or 0) >> 20} MB)", file=sys.stderr, flush=True)
+                size = int(source.headers.get("Content-Length") or 0)
+                progress = Progress(f"downloading {url}", size >> 20, False, "MB")
                 while block := source.read(1 << 20):
                     file.write(block)
                     digest.update(block)
-                    print(f"\r{file.tell() >> 20} MB ", end="", file=sys.stderr, flush=True) if sys.stderr.isatty() else None
+                    progress.show(file.tell() >> 20)
             if digest.hexdigest() != md5:
-                raise UserError(f"{url} arrived with checksum {digest.hexdigest()} instead of {md5}: try again, or {by_hand}")
+                raise UserError(f"{url} has checksum {digest.hexdigest()} instead of {md5}: try again, or {by_hand}")
             zipfile.ZipFile(file.name).extractall(folder)
             os.rename(next(path for path in Path(folder).iterdir() if path.is_dir()), target)
     except OSError as error:
-        raise UserError(f"cannot download {url} to {target.parent} ({getattr(error, 'reason', error)}): {by_hand}") from None
+        reason = getattr(error, "reason", error)
+        raise UserError(f"cannot download {url} to {target.parent} ({reason}): {by_hand}") from None
     return target
 
 
 def find_cifar100(data_dir, _):
-    """CIFAR-100 in by-class folders or as torchvision's cifar-100-python, downloaded if absent; ids by sorted fine label."""
+    """CIFAR-100 in by-class folders, or torchvision's copy, downloaded if absent; class ids by sorted fine label."""
     if root := find_root(data_dir, "cifar100"):
         return by_class(root)
     folder = data_dir / "cifar-100-python"
@@ -703,11 +708,13 @@ def find_cifar100(data_dir, _):
             from torchvision.datasets import CIFAR100
             CIFAR100(data_dir, download=True)
         names = contents("meta")["fine_label_names"]
-        stat = {split: (folder / split).stat() for split in ("train", "test")}
+        stats = [(split, (folder / split).stat()) for split in ("train", "test")]
+        files = {split: [[(str(folder / split), stat.st_size, stat.st_mtime_ns)]] for split, stat in stats}
     except (OSError, RuntimeError, ValueError, KeyError, pickle.UnpicklingError, EOFError) as error:
-        raise UserError(f"cannot load CIFAR-100 from {folder} or the network ({getattr(error, 'reason', error)}): delete that folder if "
-                        f"it is damaged, or put the images into {data_dir}/cifar100/train/<class>/ and .../test/<class>/") from None
-    return Found(sorted(names), {split: [[(str(folder / split), stat[split].st_size, stat[split].st_mtime_ns)]] for split in stat}, arrays)
+        reason = getattr(error, "reason", error)
+        raise UserError(f"cannot load CIFAR-100 from {folder} or the network ({reason}): delete that folder if it is damaged, "
+                        f"or put the images into {data_dir}/cifar100/train/<class>/ and .../test/<class>/") from None
+    return Found(sorted(names), files, arrays)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -730,7 +737,7 @@ class Spec:
 
 DATASETS = {
     "demo": Spec(None, 16, Form(16), mean=(0.5,) * 3, std=(0.25,) * 3, pad=2),
-    # differs: the self-supervised repositories each normalise CIFAR-100 by constants of their own; here one set serves all
+    # differs: the self-supervised repositories each normalise CIFAR-100 by their own constants; here one set serves all
     "cifar100": Spec(find_cifar100, 32, Form(32), mean=(0.5071, 0.4867, 0.4408), std=(0.2675, 0.2565, 0.2761), pad=4,
                      autoaugment=True, classes=100),
     "tinyimagenet": Spec(find_tinyimagenet, 64, Form(64), pad=4, classes=200),
@@ -741,16 +748,20 @@ DATASETS = {
 }
 
 
-class Dataset:
-    """The images of a data set by class, and its augmentations: uint8 (B, 3, S, S) in, float32 (B, 3, s, s) out."""
+class Transform:
+    """The augmentations of a data set, without its images: uint8 (B, 3, S, S) in, float32 (B, 3, s, s) out."""
 
-    def __init__(self, name, spec, class_names, train, test, clean=None):
+    def __init__(self, name, image_size=None):
+        if name not in DATASETS:
+            raise UserError(f"unknown data set {name!r}: choose from {', '.join(DATASETS)}")
+        spec = DATASETS[name]
+        if image_size and (name != "folder" or not 8 <= image_size <= 1024):
+            raise UserError(f"--image-size {image_size} with --dataset {name}: expected 8 to 1024, and folder")
+        if image_size:  # up to 64 as CIFAR: pad and crop; above as ImageNet: random resized crop of a larger square
+            small = image_size <= 64
+            stored = Form(image_size if small else round(image_size * 8 / 7))
+            spec = replace(spec, size=image_size, train=stored, pad=image_size // 8 if small else None)
         self.name, self.spec, self.image_size, self.mean, self.std = name, spec, spec.size, spec.mean, spec.std
-        self.class_names, self.num_classes = class_names, len(class_names)
-        self.class_list_md5 = hashlib.md5("\n".join(class_names).encode()).hexdigest()
-        self.train_images, self.test_images = train.of, test.of  # class -> uint8 (n, 3, S, S), a view of the cache
-        self.train_clean_images = (clean or train).of
-        self.train_counts, self.test_counts = train.counts, test.counts
 
     def decode(self, path):
         """One image file as an input of clean(): uint8 (3, S, S)."""
@@ -790,11 +801,14 @@ class Dataset:
 
     def views(self, images, generator, recipe):
         """One batch for each view of a recipe (see view_recipes)."""
-        plans = [(draw_view(len(images), images.shape[-1], view, generator), view) for view in view_recipes(recipe, self.image_size)]
-        return [normalise(apply_view(images, to_device(plan, images.device), view), self.mean, self.std) for plan, view in plans]
+        batches = []
+        for view in view_recipes(recipe, self.image_size):
+            plan = to_device(draw_view(len(images), images.shape[-1], view, generator), images.device)
+            batches.append(normalise(apply_view(images, plan, view), self.mean, self.std))
+        return batches
 
     def two_views(self, images, generator=None, recipe="asymmetric"):
-        """Two views of each image: "asymmetric" (Barlow Twins: the second is solarised at times) or "symmetric" (SimCLR)."""
+        """Two views of each image: "asymmetric" (Barlow Twins, some solarised in the second) or "symmetric" (SimCLR)."""
         return tuple(self.views(images, generator, recipe))
 
     def multi_crop(self, images, generator=None):
@@ -802,66 +816,82 @@ class Dataset:
         return self.views(images, generator, "multi")
 
 
+class Dataset(Transform):
+    """The images of a data set by class, with its augmentations."""
+
+    def __init__(self, name, class_names, train, test, clean=None, image_size=None):
+        super().__init__(name, image_size)
+        self.class_names, self.num_classes = class_names, len(class_names)
+        self.class_list_md5 = hashlib.md5("\n".join(class_names).encode()).hexdigest()
+        self.train_images, self.test_images = train.of, test.of  # class -> uint8 (n, 3, S, S), a view of the cache
+        self.train_clean_images = (clean or train).of
+        self.train_counts, self.test_counts = train.counts, test.counts
+
+
 def load(name, data_dir="data", *, image_size=None, class_list=None, workers=None, quiet=False):
     """Find, decode once (see cached) and open a data set; UserError with one sentence where that is impossible."""
-    if name not in DATASETS:
-        raise UserError(f"unknown data set {name!r}: choose from {', '.join(DATASETS)}")
-    spec, data_dir = DATASETS[name], Path(data_dir)
+    spec, data_dir = Transform(name, image_size).spec, Path(data_dir)
     if class_list and name not in ("imagenet100", "folder"):
         raise UserError(f"--class-list is for imagenet100 and folder, not for {name}")
-    if image_size and (name != "folder" or not 8 <= image_size <= 1024):
-        raise UserError(f"--image-size {image_size} with --dataset {name}: expected 8 to 1024 pixels, and --dataset folder")
-    if image_size:  # up to 64 pixels as CIFAR (pad and crop), above as ImageNet (random resized crop, 8/7 of the size stored)
-        small = image_size <= 64
-        spec = replace(spec, size=image_size, train=Form(image_size if small else round(image_size * 8 / 7)), pad=image_size // 8 if small else None)
     if name == "demo":
-        return Dataset(name, spec, *demo_images(spec.size))
-    if not data_dir.is_dir() and name not in ("cifar100", "tinyimagenet"):  # those two can be downloaded into a new folder
+        return Dataset(name, *demo_images(spec.size))
+    if not data_dir.is_dir() and name not in ("cifar100", "tinyimagenet"):  # those two can be downloaded
         raise UserError(f"the data folder {data_dir} does not exist: create it or name another with --data-dir")
     found = spec.find(data_dir, class_list)
     if spec.classes not in (None, len(found.names)) and not quiet:
         print(f"{len(found.names)} of {spec.classes} classes found in {data_dir}", file=sys.stderr)
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"  # for data that lie in a read-only folder
+    folders = [data_dir / ".cache", Path(home, "ldc-data", short_hash(data_dir.resolve()))]
 
     def split(part, form):
-        stamps = [[(path[len(str(data_dir)):], *stamp) for path, *stamp in files] for files in found.files[part]]
-        fingerprint = hashlib.sha1(repr((DECODER, form, found.names, stamps)).encode()).hexdigest()
-        tag = f"{name}-{part}-{'squash' * form.squash}{form.side}-{hashlib.md5(repr(found.names).encode()).hexdigest()[:8]}"
-        elsewhere = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "ldc-data", hashlib.md5(str(data_dir.resolve()).encode()).hexdigest()[:8])
-        paths = lambda: [[file[0] for file in files] for files in found.files[part]]  # noqa: E731
-        items, read = (lambda: found.arrays(part), lambda x: x) if found.arrays else (paths, lambda path: decode(path, form))
-        return cached([data_dir / ".cache", elsewhere], tag, fingerprint, items, read, form.side, workers, quiet)
+        files = [[(path[len(str(data_dir)):], *stamp) for path, *stamp in files] for files in found.files[part]]
+        fingerprint = hashlib.sha1(repr((DECODER, form, found.names, files)).encode()).hexdigest()
+        tag = f"{name}-{part}-{'squash' * form.squash}{form.side}-{short_hash(found.names)}"
+        if found.arrays:
+            items, read = lambda: found.arrays(part), lambda image: image
+        else:
+            items = lambda: [[file[0] for file in files] for files in found.files[part]]  # noqa: E731
+            read = lambda path: decode(path, form)  # noqa: E731
+        return cached(folders, tag, fingerprint, items, read, form.side, workers, quiet)
 
     train, test_form = split("train", spec.train), spec.test or spec.train
-    return Dataset(name, spec, found.names, train, split("test", test_form), split("train", test_form) if spec.test else train)
+    clean = split("train", test_form) if spec.test else None
+    return Dataset(name, found.names, train, split("test", test_form), clean, image_size)
+
+
+def short_hash(thing):
+    return hashlib.md5(repr(thing).encode()).hexdigest()[:8]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# demo: drawn images. A class is a shape, a texture and a pair of colours; its neighbours share two of the three, so what
-# one task teaches helps the next and the backbone has to keep moving. Pose, scale, colours, ground and clutter are random.
+# demo: drawn images. A class is a shape, a texture and a pair of colours; its neighbours share two of the three, so a
+# backbone has to keep moving as tasks arrive. Position, angle, scale, colours, ground and clutter are random.
 
 SHAPES = ("disk", "square", "triangle", "ring", "cross")
-TEXTURES = ("plain", "striped", "checked", "dotted", "shaded")
-PALETTES = {"warm": ((0.9, 0.3, 0.2), (0.95, 0.8, 0.3)), "cold": ((0.2, 0.4, 0.85), (0.4, 0.85, 0.75))}
-DEMO_TRAIN, DEMO_TEST = 60, 30
+TEXTURES = ("plain", "striped")
+PALETTES = {"red": ((0.9, 0.25, 0.2), (0.95, 0.8, 0.3)), "blue": ((0.2, 0.35, 0.85), (0.4, 0.85, 0.8)),
+            "green": ((0.2, 0.6, 0.2), (0.75, 0.9, 0.35)), "violet": ((0.55, 0.2, 0.7), (0.9, 0.6, 0.85)),
+            "grey": ((0.25, 0.25, 0.25), (0.9, 0.9, 0.9))}
+DEMO_TRAIN, DEMO_TEST = 80, 40
 
 
 def demo_images(side):
     """(class names, train Split, test Split) of 50 classes, the same in every run."""
     names = [f"{texture} {palette} {shape}" for shape in SHAPES for texture in TEXTURES for palette in PALETTES]
     each = DEMO_TRAIN + DEMO_TEST
-    images = draw_demo(np.repeat(np.arange(len(names)), each), side, np.random.default_rng(0)).reshape(len(names), each, 3, side, side)
-    parts = images[:, :DEMO_TRAIN].reshape(-1, 3, side, side), images[:, DEMO_TRAIN:].reshape(-1, 3, side, side)
-    return names, *(Split(part, [len(part) // len(names)] * len(names)) for part in parts)
+    images = draw_demo(np.repeat(np.arange(len(names)), each), side, np.random.default_rng(0))
+    parts = np.split(images.reshape(len(names), each, 3, side, side), [DEMO_TRAIN], axis=1)
+    return names, *(Split(part.reshape(-1, 3, side, side), [part.shape[1]] * len(names)) for part in parts)
 
 
 def draw_demo(labels, side, rng):
     """Render one image per label: uint8 (N, 3, side, side)."""
     n = len(labels)
     uniform = lambda low, high, *shape: rng.uniform(low, high, (n, *shape)).astype(np.float32)  # noqa: E731
-    shape, texture, palette = labels // 10, labels // 2 % 5, labels % 2
+    shape, texture, palette = labels // 10, labels // 5 % 2, labels % 5
     grid = (np.arange(side, dtype=np.float32) + 0.5) / side * 2 - 1
-    x, y = grid[None, None, :] - uniform(-0.3, 0.3, 1, 1), grid[None, :, None] - uniform(-0.3, 0.3, 1, 1)
-    angle, scale = uniform(-0.6, 0.6, 1, 1), uniform(0.5, 0.8, 1, 1)
+    x, y = grid[None, None, :] - uniform(-0.25, 0.25, 1, 1), grid[None, :, None] - uniform(-0.25, 0.25, 1, 1)
+    angle, scale = uniform(-0.6, 0.6, 1, 1), uniform(0.55, 0.85, 1, 1)
     u, v = (x * np.cos(angle) - y * np.sin(angle)) / scale, (x * np.sin(angle) + y * np.cos(angle)) / scale
     radius, box = np.hypot(u, v), np.maximum(abs(u), abs(v))
     outside = np.choose(shape[:, None, None], [  # below zero inside the shape
@@ -869,16 +899,14 @@ def draw_demo(labels, side, rng):
         np.maximum(np.minimum(abs(u), abs(v)) - 0.32, box - 0.95)])
     mask = np.clip(0.5 - outside * scale * side / 2, 0, 1)
     phase, freq = uniform(0, 6.3, 1, 1), uniform(5.5, 7.5, 1, 1)
-    stripes, across = np.sin(freq * u + phase), np.sin(freq * v + phase)
-    mix = np.choose(texture[:, None, None], [
-        np.zeros_like(u), np.clip(stripes * 2 + 0.5, 0, 1), np.clip(stripes * across * 3 + 0.5, 0, 1),
-        np.clip((stripes + across) * 3 - 2.2, 0, 1), np.clip(0.5 + v * 0.7, 0, 1)])[:, None]
+    mix = (texture[:, None, None] * np.clip(np.sin(freq * u + phase) * 2 + 0.5, 0, 1))[:, None]
     pair = np.array(list(PALETTES.values()), np.float32)[palette] + uniform(-0.14, 0.14, 2, 3)
     colour = pair[:, 0, :, None, None] * (1 - mix) + pair[:, 1, :, None, None] * mix
     slope = uniform(-1, 1, 1, 1) * grid[:, None] + uniform(-1, 1, 1, 1) * grid
     ground = uniform(0.2, 0.8, 3, 1, 1) + uniform(-0.2, 0.2, 3, 1, 1) * slope[:, None]
     for _ in range(3):  # clutter behind the shape
-        blob = np.hypot(grid[None, None, :] - uniform(-1, 1, 1, 1), grid[None, :, None] - uniform(-1, 1, 1, 1)) - uniform(0.1, 0.35, 1, 1)
+        centre = [axis - uniform(-1, 1, 1, 1) for axis in (grid[None, None, :], grid[None, :, None])]
+        blob = np.hypot(*centre) - uniform(0.1, 0.35, 1, 1)
         ground += np.clip(0.5 - blob * side / 2, 0, 1)[:, None] * (uniform(0, 1, 3, 1, 1) - ground)
     image = ground + mask[:, None] * (colour * uniform(0.75, 1.1, 1, 1, 1) - ground)
     return (np.clip(image + rng.normal(0, 0.03, image.shape), 0, 1) * 255).round().astype(np.uint8)
@@ -897,10 +925,11 @@ def class_order(num_classes, seed):
 
 
 def task_sizes(num_classes, tasks, first_classes=None):
-    """Classes per task: ceil(C/T) each and the rest in the last one, or floor(C/T) where that would leave a task empty."""
+    """Classes per task: ceil(C/T) and the rest in the last one, or floor(C/T) where that would leave a task empty."""
     if first_classes is not None:
         if tasks < 2 or not 0 < first_classes < num_classes:
-            raise UserError(f"--first-classes {first_classes} with {num_classes} classes in {tasks} tasks: expected at least 2 tasks and 1 to {num_classes - 1}")
+            raise UserError(f"--first-classes {first_classes} with {num_classes} classes in {tasks} tasks: expected 1 "
+                            f"to {num_classes - 1}, and at least 2 tasks")
         return [first_classes] + task_sizes(num_classes - first_classes, tasks - 1)
     if not 1 <= tasks <= num_classes:
         raise UserError(f"{num_classes} classes cannot be split into {tasks} tasks: set --tasks to 1 to {num_classes}")
@@ -913,9 +942,9 @@ def task_sizes(num_classes, tasks, first_classes=None):
 class Task:
     """The training images of one task on the device, with new labels; augmentations are the data set's."""
 
-    def __init__(self, dataset, index, classes, images, clean_images, labels, originals, hidden=False):
-        self.dataset, self.index, self.classes, self.originals = dataset, index, classes, originals
-        self.images, self.clean_images, self._labels, self._hidden = images, clean_images, labels, hidden
+    def __init__(self, dataset, index, classes, images, clean_images, labels, order):
+        self.dataset, self.index, self.classes, self.order = dataset, index, classes, order
+        self.images, self.clean_images, self._labels, self._hidden = images, clean_images, labels, False
         self.augment, self.clean = dataset.augment, dataset.clean
         self.two_views, self.multi_crop = dataset.two_views, dataset.multi_crop
 
@@ -931,23 +960,24 @@ class Task:
 
     def without_labels(self):
         """The same task whose labels cannot be read (self-supervised training); labelled() still works."""
-        return Task(self.dataset, self.index, self.classes, self.images, self.clean_images, self._labels, self.originals, hidden=True)
+        task = copy.copy(self)
+        task._hidden = True
+        return task
 
     def subset(self, index):
         """The same task restricted to the images of these numbers."""
-        images = self.images[index]
-        clean = images if self.clean_images is self.images else self.clean_images[index]
-        return Task(self.dataset, self.index, self.classes, images, clean, self._labels[index], self.originals, self._hidden)
+        task = copy.copy(self)
+        task.images, task._labels = self.images[index], self._labels[index]
+        task.clean_images = task.images if self.clean_images is self.images else self.clean_images[index]
+        return task
 
     def labelled(self, fraction, seed):
-        """(image numbers, labels) of a labelled share, at least one per class: balanced, and nested over fractions.
-
-        differs: POCON draws with replacement from the whole task; NNCSL's balanced 4/25/125 of 500 are what we draw.
-        """
+        """(image numbers, labels) of a labelled share, at least one per class: balanced, and nested over fractions."""
+        # differs: POCON draws with replacement from the whole task; this is NNCSL's balanced 4/25/125 of 500
         labels, chosen = self._labels.cpu(), []
         for label in self.classes:
             index = (labels == label).nonzero().squeeze(1)
-            order = np.random.RandomState([seed, self.originals[label]]).permutation(len(index))
+            order = np.random.RandomState([seed, self.order[label]]).permutation(len(index))
             chosen.append(index[order[:max(1, round(fraction * len(index)))]])
         index = torch.cat(chosen).to(self.images.device)
         return index, self._labels[index]
@@ -966,6 +996,16 @@ class Task:
             for k, views in enumerate(zip(*parts)):
                 views = views[0] if single else views
                 yield (views, self.labels[index[k * batch_size:(k + 1) * batch_size]]) if with_labels else views
+
+
+def merge_tasks(tasks):
+    """Several tasks as one, for joint training; it has the index of the last."""
+    first, last = tasks[0], tasks[-1]
+    images, clean_images = (torch.cat([getattr(task, part) for task in tasks]) for part in ("images", "clean_images"))
+    if last.clean_images is last.images:
+        clean_images = images
+    labels, classes = torch.cat([task.labels for task in tasks]), range(first.classes.start, last.classes.stop)
+    return Task(last.dataset, last.index, classes, images, clean_images, labels, last.order)
 
 
 class TaskStream:
@@ -992,19 +1032,19 @@ class TaskStream:
         clean = images
         if self.dataset.train_clean_images != self.dataset.train_images:
             clean = self._gather(t, self.dataset.train_clean_images)[0]
-        return Task(self.dataset, t, classes, images, clean, labels, {label: self.class_order[label] for label in classes})
+        return Task(self.dataset, t, classes, images, clean, labels, self.class_order)
 
     def task(self, t):
         """Task t, the current one from now on; an earlier task is never handed out again."""
         if self._current and t < self._current.index:
-            raise RuntimeError(f"task {t} is finished (now at task {self._current.index}): its training images are gone")
+            raise RuntimeError(f"task {t} is finished (task {self._current.index} is current): its images are gone")
         if not self._current or t > self._current.index:
             self._current = None  # let go of the old images before the new ones are loaded
             self._current = self._make(t)
         return self._current
 
     def reopen_finished_tasks(self, up_to, reader):
-        """The one door to old training images: tasks 0..up_to for a reader named in READERS, who is counted in `opened`."""
+        """The one door to old training images: tasks 0..up_to for a reader of READERS, counted in `opened`."""
         if reader not in READERS:
             raise RuntimeError(f"{reader!r} may not read finished tasks; only {', '.join(READERS)} may")
         self.opened[reader] += 1
@@ -1023,106 +1063,105 @@ class TaskStream:
 
 
 def torchvision_pipeline(dataset, pipeline):
-    """The same steps per image with torchvision on Pillow images: a list of transforms, one per view, or None."""
+    """The same steps by torchvision on Pillow images, one transform per view; None where it has not the same steps."""
     from torchvision import transforms as T
     spec, size = dataset.spec, dataset.image_size
-    end = [T.ToTensor(), T.Normalize(dataset.mean, dataset.std)]
+    flip, end = T.RandomHorizontalFlip(), [T.ToTensor(), T.Normalize(dataset.mean, dataset.std)]
     if pipeline == "clean":
         return [T.Compose([T.CenterCrop(size), *end])]
     if pipeline == "augment":
-        start = [T.RandomResizedCrop(size)] if spec.pad is None else [T.RandomCrop(size, spec.pad)]
-        colour = [T.ColorJitter(63 / 255), T.AutoAugment(T.AutoAugmentPolicy.CIFAR10, fill=128)] if spec.autoaugment else []
-        return [T.Compose([*start, T.RandomHorizontalFlip(), *colour, *end])]
-    steps = []
-    for view in view_recipes(pipeline, size):
-        if view.blur or view.equalise:  # torchvision's blur and random threshold are not the same steps
-            return None
-        mode = T.InterpolationMode.BICUBIC if view.cubic else T.InterpolationMode.BILINEAR
-        solarise = [T.RandomSolarize(128, view.solarise)] if view.solarise else []
-        steps.append(T.Compose([
-            T.RandomResizedCrop(view.size, view.area, interpolation=mode), T.RandomApply([T.ColorJitter(*view.jitter)], 0.8),
-            T.RandomGrayscale(view.gray), *solarise, T.RandomHorizontalFlip(), *end]))
-    return steps
+        start = T.RandomResizedCrop(size) if spec.pad is None else T.RandomCrop(size, spec.pad)
+        policy = T.AutoAugment(T.AutoAugmentPolicy.CIFAR10, fill=FILL)
+        return [T.Compose([start, flip, *([T.ColorJitter(63 / 255), policy] if spec.autoaugment else []), *end])]
+    views = view_recipes(pipeline, size)
+    if any(view.blur or view.equalise for view in views):
+        return None
+    modes = T.InterpolationMode.BILINEAR, T.InterpolationMode.BICUBIC
+    return [T.Compose([
+        T.RandomResizedCrop(view.size, view.area, interpolation=modes[view.cubic]),
+        T.RandomApply([T.ColorJitter(*view.jitter)], 0.8), T.RandomGrayscale(view.gray),
+        *([T.RandomSolarize(128, view.solarise)] if view.solarise else []), flip, *end]) for view in views]
 
 
 def rate(work, count, seconds=2.0):
-    """Images per second of work(), which handles `count` images; best of several calls, the first is not counted."""
+    """Images per second of work(), which handles `count` images: the best of several calls after a first one."""
     work()
-    best, stop = 0.0, time.perf_counter() + seconds
-    while time.perf_counter() < stop:
+    times, stop = [], time.perf_counter() + seconds
+    while not times or time.perf_counter() < stop:
         start = time.perf_counter()
         work()
-        best = max(best, count / (time.perf_counter() - start))
-    return best
+        times.append(time.perf_counter() - start)
+    return count / min(times)
 
 
-def contact_sheet(path, originals, views, dataset, columns=12):
-    """Save a picture: per column one original on top and its augmented forms below, un-normalised."""
+def contact_sheet(path, originals, views, dataset):
+    """Save a picture: in each column an original and below it its augmented forms, un-normalised."""
     from PIL import Image
     size = max(view.shape[-1] for view in views)
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (dataset.mean, dataset.std))
-    rows = [centre_crop(originals, size)] + [((view * std + mean) * 255).round().clamp(0, 255).to(torch.uint8) for view in views]
-    rows = [F.pad(row[:columns], (1, size + 1 - row.shape[-1], 1, size + 1 - row.shape[-1]), value=255) for row in rows]
-    sheet = torch.cat([torch.cat(list(row), 2) for row in rows], 1).permute(1, 2, 0).numpy()
-    zoom = max(1, 96 // size)
-    Image.fromarray(sheet).resize((sheet.shape[1] * zoom, sheet.shape[0] * zoom), Image.Resampling.NEAREST).save(path)
-
-
-def main(argv=None):
-    """Print what a data set holds and how fast it is augmented; save one contact sheet per pipeline."""
-    parser = argparse.ArgumentParser(description="Look at your data: counts, channel means, speed of every augmentation pipeline beside "
-                                     "torchvision's (one thread each), and a contact sheet of each.", allow_abbrev=False)
-    parser.add_argument("--dataset", choices=DATASETS, default="demo")
-    parser.add_argument("--data-dir", default="data")
-    parser.add_argument("--image-size", type=int, help="resolution of --dataset folder")
-    parser.add_argument("--class-list", help="file of class folder names, one per line (imagenet100, folder)")
-    parser.add_argument("--out", default="sheets", help="folder for the contact sheets")
-    args = parser.parse_args(argv)
-    try:
-        look(args)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    rows = [(view * std + mean).mul(255).round().clamp(0, 255).to(torch.uint8) for view in views]
+    rows = [centre_crop(originals, size), *rows]
+    rows = [F.pad(row, (1, size + 1 - row.shape[-1], 1, size + 1 - row.shape[-1]), value=255) for row in rows]
+    sheet = torch.cat([torch.cat(list(row), 2) for row in rows], 1).permute(1, 2, 0)
+    sheet = sheet.repeat_interleave(max(1, 96 // size), 0).repeat_interleave(max(1, 96 // size), 1)
+    Image.fromarray(sheet.numpy()).save(path)
 
 
 def look(args):
+    """Counts, channel means, the speed of every pipeline beside torchvision's, and a contact sheet of each."""
+    from PIL import Image
     start = time.perf_counter()
     dataset = load(args.dataset, args.data_dir, image_size=args.image_size, class_list=args.class_list)
-    seconds = time.perf_counter() - start
-    print(f"{dataset.name}: {dataset.num_classes} classes, {sum(dataset.train_counts):,} training and {sum(dataset.test_counts):,} test "
-          f"images of {dataset.image_size} pixels, opened in {seconds:.2f} s; md5 of the class names {dataset.class_list_md5}")
-    start, total = time.perf_counter(), 0
+    total, count = 0, sum(dataset.train_counts)
+    opened = time.perf_counter() - start
     for c in range(dataset.num_classes):
         total = total + dataset.train_images(c).to(torch.float32).mean((2, 3)).sum(0)
-    means = total / 255 / sum(dataset.train_counts)
-    print(f"channel means {' '.join(f'{m:.4f}' for m in means)} (all training images read in {time.perf_counter() - start:.2f} s)")
+    read = time.perf_counter() - start - opened
+    print(f"{dataset.name}: {dataset.num_classes} classes (md5 of their names {dataset.class_list_md5}), {count:,} training "
+          f"and {sum(dataset.test_counts):,} test images of {dataset.image_size} pixels")
+    print(f"channel means {' '.join(f'{m:.4f}' for m in total / count / 255)}; opened in {opened:.2f} s, "
+          f"all training images read in {read:.2f} s")
 
-    from PIL import Image
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
     n = max(16, CHUNK // dataset.train_images(0).shape[-1] ** 2)
-    picks = torch.linspace(0, dataset.num_classes - 1, min(n, dataset.num_classes)).long().tolist()
-    images = torch.cat([dataset.train_images(c)[:-(-n // len(picks))] for c in picks])[:n]
-    clean_images = torch.cat([dataset.train_clean_images(c)[:-(-n // len(picks))] for c in picks])[:n]
+    classes = range(0, dataset.num_classes, -(-dataset.num_classes // n))
+    images, clean = (torch.cat([of(c)[:-(-n // len(classes))] for c in classes])[:n]
+                     for of in (dataset.train_images, dataset.train_clean_images))
     pictures = [Image.fromarray(image.permute(1, 2, 0).numpy()) for image in images[:256]]
     shown = torch.arange(0, len(images), -(-len(images) // 12))
     pipelines = {
         "clean": lambda x: [dataset.clean(x)], "augment": lambda x: [dataset.augment(x, generator)],
-        "asymmetric": lambda x: dataset.two_views(x, generator), "symmetric": lambda x: dataset.two_views(x, generator, "symmetric"),
-        "multi": lambda x: dataset.multi_crop(x, generator)}
-    Path(args.out).mkdir(parents=True, exist_ok=True)
+        "asymmetric": lambda x: dataset.two_views(x, generator), "multi": lambda x: dataset.multi_crop(x, generator),
+        "symmetric": lambda x: dataset.two_views(x, generator, "symmetric")}
     for name, pipeline in pipelines.items():
-        source = clean_images if name == "clean" else images
+        source = clean if name == "clean" else images
         ours, theirs = rate(lambda: pipeline(source), len(source)), torchvision_pipeline(dataset, name)
         line = f"{name:12s}{ours:10,.0f} images/s"
         if theirs:
             reference = rate(lambda: [step(picture) for picture in pictures for step in theirs], len(pictures))
             line += f", torchvision {reference:8,.0f}, ratio {ours / reference:.1f}"
         path = Path(args.out, f"{dataset.name}-{name}.png")
-        views = [view for _ in range(1 if name == "clean" else 4 if name == "augment" else 2) for view in pipeline(source[shown])]
-        contact_sheet(path, source[shown], views, dataset)
-        print(f"{line}; {path}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        repeats = {"clean": 1, "augment": 4}.get(name, 2)
+        contact_sheet(path, source[shown], [view for _ in range(repeats) for view in pipeline(source[shown])], dataset)
+        print(f"{line}; {path}", flush=True)
+
+
+def main(argv=None):
+    """The command line; returns the exit code."""
+    parser = argparse.ArgumentParser(description=look.__doc__, allow_abbrev=False)
+    parser.add_argument("--dataset", choices=DATASETS, default="demo")
+    parser.add_argument("--data-dir", default="data")
+    parser.add_argument("--image-size", type=int, help="resolution of --dataset folder")
+    parser.add_argument("--class-list", help="file of class folder names, one per line (imagenet100, folder)")
+    parser.add_argument("--out", default="sheets", help="folder for the contact sheets")
+    try:
+        look(parser.parse_args(argv))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":

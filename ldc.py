@@ -113,6 +113,8 @@ def solve_projector(pairs, ridge=1e-3):
     for feats_old, feats_new in pairs:
         A, B = precise(feats_old), precise(feats_new)
         G, C = G + A.T @ A, C + A.T @ B
+    if not torch.is_tensor(G):
+        raise ValueError("there is no batch of images to learn the projector from.")
     eye, device = torch.eye(len(G), dtype=G.dtype, device=G.device), feats_old.device
     shrink = (ridge * G.diagonal().mean()).clamp(min=1e-12)
     W = torch.linalg.solve(G + shrink * eye, C + shrink * eye if G.shape == C.shape else C)
@@ -166,8 +168,11 @@ def ldc_update(prototypes, old_model, new_model, batches, *, projector="linear",
         if solver == "ridge":
             p_F = solve_projector(epoch_of_pairs(), ridge)
         else:
-            d_old, d_new = (feats.shape[1] for feats in next(epoch_of_pairs()))
-            p_F = train_projector(PROJECTORS[projector](d_old, d_new).to(prototypes.device), epoch_of_pairs, epochs, lr)
+            first = next(epoch_of_pairs(), None)
+            if first is None:
+                raise ValueError("there is no batch of images to learn the projector from.")
+            p_F = PROJECTORS[projector](first[0].shape[1], first[1].shape[1]).to(prototypes.device)
+            train_projector(p_F, epoch_of_pairs, epochs, lr)
     return p_F(prototypes.float()).to(prototypes.dtype)  # Eq. 2
 
 
@@ -341,8 +346,19 @@ OPTIONS_BY_DATASET = {
     "imagenet100": dict(sdc_sigma=1.0),  # S
     "cars": dict(projector="mlp", ldc_lr=5e-3, ldc_epochs=100),  # P, Table 2
 }
+OPTIONS_BY_SCALE = {  # a task of a few hundred images: keep Adam near the paper's 800 steps, and ADC cheap
+    "demo": dict(ldc_batch_size=16, adc_images=20),
+    "smoke": dict(ldc_batch_size=16, adc_images=20),
+}
 EXEMPLARS = 50  # images per class that the largest nme row keeps
+OLD_IMAGE_ROWS = ("nme-1", "nme-5", "nme-10", "nme-20", "nme-50", "oracle")  # the rows that are not exemplar-free
 LDA_ROWS = ("ldc-ridge", "oracle")  # rows that are also read out with lda, as <row>+lda
+
+
+def resolve_options(dataset, scale, overrides):
+    """Settings of the compensators: flag > scale > data set > default."""
+    defaults = {name: value for name, (value, _) in OPTIONS.items()}
+    return {**defaults, **OPTIONS_BY_DATASET.get(dataset, {}), **OPTIONS_BY_SCALE.get(scale, {}), **overrides}
 
 
 @torch.no_grad()
@@ -418,8 +434,9 @@ class Run:
     Prototypes and rows are kept per share of labelled images: "1" alone for supervised strategies.
     """
 
-    def __init__(self, strategy, stream, options, compensators, seed):
+    def __init__(self, strategy, stream, options, compensators, seed, first_task_file=None):
         self.strategy, self.stream, self.options, self.seed = strategy, stream, options, seed
+        self.first_task_file = first_task_file
         self.stores = {f"{f:g}": {name: PrototypeStore() for name in compensators} for f in strategy.label_fractions}
         self.rows = {fraction: {} for fraction in self.stores}
         self.exemplars = {}  # class -> herding order of its first EXEMPLARS images
@@ -431,11 +448,12 @@ class Run:
         with monitor.phase("load"):
             task = self.stream.task(t)
             learnt = joint_task(self.stream, t) if self.strategy.reads_old_tasks else task
-        self.strategy.learn(learnt)
+        self.learn(learnt)
         self.model = self.strategy.snapshot()
         with monitor.phase("features"):
             feats = extract(self.model, task.clean_images, task.clean)
-            reopened = Reopened(self.model, self.stream, t - 1, self.exemplars) if t else None
+            wanted = any(name in OLD_IMAGE_ROWS for stores in self.stores.values() for name in stores)
+            reopened = Reopened(self.model, self.stream, t - 1, self.exemplars) if t and wanted else None
         with monitor.phase("compensate"):
             if t:
                 self.compensate(observe_drift(old, self.model, task, feats, self.options, self.seed * 1000 + t, reopened))
@@ -444,6 +462,17 @@ class Run:
             tests = [(extract(self.model, images, task.clean), labels) for images, labels in self.stream.test(t)]
             self.evaluate(t, *(torch.cat(parts) for parts in zip(*tests)))
         self.tasks_done += 1
+
+    def learn(self, task):
+        """The strategy's turn; the first task is taken from a run with the same recipe and seed where there is one."""
+        shared = self.first_task_file if task.index == 0 else None
+        state = read_checkpoint(shared, self.stream.device) if shared else None
+        if state:
+            self.strategy.load_state(state)
+        else:
+            self.strategy.learn(task)
+            if shared:
+                replace_file(shared, lambda f: torch.save(self.strategy.state(), f))
 
     def compensate(self, drift):
         """Eq. 2 for every compensator and label fraction."""
@@ -467,29 +496,33 @@ class Run:
             self.exemplars[c] = herding(feats[task.labels == c], EXEMPLARS)
 
     def readouts(self, stores):
-        """(row name, its store, classifier) of every row: nearest class mean, and lda where there is a covariance."""
+        """(row, prototypes, classifier of (features, prototypes)): NCM, lda where there is a covariance, a strategy's own head."""
         for name, store in stores.items():
-            yield name, store, lambda f, p: ncm(f, p, self.options.metric)
+            yield name, store.means, lambda f, p: ncm(f, p, self.options.metric)
             if name in LDA_ROWS:
                 covariance = store.covariance()
-                yield f"{name}+lda", store, lambda f, p: lda(f, p, covariance, self.options.lda_shrink)
+                yield f"{name}+lda", store.means, lambda f, p: lda(f, p, covariance, self.options.lda_shrink)
+        if hasattr(self.strategy, "classify"):
+            yield "head", None, lambda f, p: self.strategy.classify(f)
 
     def evaluate(self, t, feats, labels):
-        """One more line of every row: accuracy per task and over all classes seen, distance to the oracle."""
+        """One more line of every row: accuracy over all classes seen and per task, distance to the oracle."""
         for fraction, stores in self.stores.items():
-            for name, store, classify in self.readouts(stores):
+            for name, means, classify in self.readouts(stores):
                 row = self.rows[fraction].setdefault(name, {"accuracy": [], "matrix": [], "first_tasks": {"2": [], "3": []},
                                                             "oracle_distance": []})
-                overall, by_task = score(classify(feats, store.means), labels, self.stream.sizes[:t + 1])
+                overall, by_task = score(classify(feats, means), labels, self.stream.sizes[:t + 1])
                 row["accuracy"].append(overall)
                 row["matrix"].append(by_task)
+                summarise(row)
+                if means is None:
+                    continue
                 for k, curve in row["first_tasks"].items():  # Figure 1: test images and candidates of the first k tasks
                     known = sum(self.stream.sizes[:min(int(k), t + 1)])
                     early = labels < known
-                    curve.append(score(classify(feats[early], store.means[:known]), labels[early])[0])
+                    curve.append(score(classify(feats[early], means[:known]), labels[early])[0])
                 if "oracle" in stores:
-                    row["oracle_distance"].append((1 - F.cosine_similarity(store.means, stores["oracle"].means)).tolist())
-                summarise(row)
+                    row["oracle_distance"].append((1 - F.cosine_similarity(means, stores["oracle"].means)).tolist())
 
     def state(self):
         """What a checkpoint holds: plain tensors, numbers and strings, so that weights_only=True loads it."""
@@ -544,7 +577,7 @@ def read_json(path):
 
 
 def replace_file(path, write):
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # two runs may write the same shared file
     with open(temporary, "wb") as f:
         write(f)
         f.flush()
@@ -553,28 +586,30 @@ def replace_file(path, write):
 
 
 def save_checkpoint(folder, state):
-    """The newest checkpoint, and the one before it: if one is damaged, only the last task is learnt again."""
+    """The newest checkpoint, and the one before it: where one is damaged, only the last task is learnt again."""
     newest = folder / "checkpoint.pt"
     if newest.exists():
         os.replace(newest, folder / "checkpoint-previous.pt")
     replace_file(newest, lambda f: torch.save(state, f))
 
 
-def load_checkpoint(folder, device="cpu"):
-    """The newest intact checkpoint of a run folder, or None; a damaged one is named on stderr."""
-    for name in ("checkpoint.pt", "checkpoint-previous.pt"):
-        path = folder / name
-        try:
-            with zipfile.ZipFile(path) as archive:
-                damaged = archive.testzip()  # torch.load does not verify checksums
-            if damaged is None:
+def read_checkpoint(path, device="cpu"):
+    """A checkpoint's content; None where there is none, or where it is damaged, which is said."""
+    if not path.exists():
+        return None
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if archive.testzip() is None:  # checksums; torch.load does not verify them
                 return torch.load(path, map_location=device, weights_only=True)
-        except FileNotFoundError:
-            continue
-        except Exception:  # a file cut short raises whatever the reader trips over first
-            pass
-        print(f"{path} is damaged; looking for an older checkpoint.", file=sys.stderr)
+    except Exception:  # a file cut short raises whatever its reader trips over first
+        pass
+    print(f"{path} is damaged and not used.", file=sys.stderr)
     return None
+
+
+def load_checkpoint(folder, device="cpu"):
+    """The newest intact checkpoint of a run, or None."""
+    return read_checkpoint(folder / "checkpoint.pt", device) or read_checkpoint(folder / "checkpoint-previous.pt", device)
 
 
 @contextlib.contextmanager
@@ -705,7 +740,19 @@ def open_run(args, identity):
     strategy = strategies.STRATEGIES[args.strategy](args.settings, dataset.image_size, seed=identity["seed"], device=device,
                                                     amp=args.amp, compile=args.compile)
     strategy.monitor = monitor
-    return Run(strategy, stream, SimpleNamespace(**args.options), args.compensators, identity["seed"])
+    return Run(strategy, stream, SimpleNamespace(**args.options), args.compensators, identity["seed"],
+               first_task_file(args, identity, strategy))
+
+
+def first_task_file(args, identity, strategy):
+    """Where strategies that learn the first task alike (LwF, FeTrIL, FeCAM; PFR, CaSSLe) keep it for each other."""
+    recipe, settings = strategy.first_task
+    key = {name: identity[name] for name in ("seed", "order_seed", "tasks", "first_classes", "image_size", "class_list")}
+    key.update({name: args.settings[name] for name in settings})
+    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:8]
+    folder = Path(args.out_dir, args.scale, args.dataset, "first-task")
+    folder.mkdir(exist_ok=True)
+    return folder / f"{recipe}-seed{identity['seed']}-{digest}.pt"
 
 
 def learn_all(run, folder, context):
@@ -817,12 +864,10 @@ def resolve(args):
     flags = vars(args)
     args.settings = strategies.resolve_settings(args.strategy, args.dataset, args.scale,
                                                 {n: flags[n] for n in strategies.SETTINGS if n in flags})
-    args.options = {**{n: value for n, (value, _) in OPTIONS.items()}, **OPTIONS_BY_DATASET.get(args.dataset, {}),
-                    **{n: flags[n] for n in OPTIONS if n in flags}}
-    if args.options["projector"] not in PROJECTORS:
-        raise UserError(f"--projector {args.options['projector']} is unknown; expected one of {', '.join(PROJECTORS)}.")
-    if args.options["metric"] not in ("cosine", "euclidean"):
-        raise UserError(f"--metric {args.options['metric']} is unknown; expected cosine or euclidean.")
+    args.options = resolve_options(args.dataset, args.scale, {n: flags[n] for n in OPTIONS if n in flags})
+    for name, expected in (("projector", tuple(PROJECTORS)), ("metric", ("cosine", "euclidean"))):
+        if args.options[name] not in expected:
+            raise UserError(f"--{name} {args.options[name]} is unknown; expected one of {', '.join(expected)}.")
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if args.device == "auto":
         args.device = next(name for name in available if available[name])

@@ -57,29 +57,25 @@ PRESETS = {  # strategy -> data set -> settings; "*" holds what all data sets sh
     "joint": {"*": SGD, **SGD_BY_DATASET},
 }
 
-SCALES = {  # one rule for every strategy: epochs, milestones and warm-ups shrink by one factor, width and batch are capped
-    "paper": dict(epochs=1.0, width=64, batch_size=None),
-    "small": dict(epochs=0.15, width=16, batch_size=None),
-    "demo": dict(epochs=0.12, width=8, batch_size=32),
-    "smoke": dict(epochs=0.01, width=8, batch_size=32),
+SCALES = {  # one rule for every strategy: epochs, milestones and warm-ups shrink by a factor, width and batch are capped
+    "paper": dict(first_epochs=1.0, epochs=1.0, width=64, batch_size=1024),
+    "small": dict(first_epochs=0.25, epochs=0.15, width=16, batch_size=1024),
+    "demo": dict(first_epochs=0.2, epochs=0.2, width=8, batch_size=32),
+    "smoke": dict(first_epochs=0.01, epochs=0.01, width=8, batch_size=32),
 }
 
 
 def resolve_settings(strategy, dataset, scale, overrides):
     """Preset for (strategy, data set), shrunk to the scale, then the user's flags: flag > preset > default."""
-    preset = {**PRESETS[strategy]["*"], **PRESETS[strategy].get(dataset, {})}
-    rule = SCALES[scale]
-    settings = {}
-    for name, value in preset.items():
+    rule, settings = SCALES[scale], {**PRESETS[strategy]["*"], **PRESETS[strategy].get(dataset, {})}
+    for name, value in settings.items():
+        factor = rule["first_epochs" if name.startswith("first_") else "epochs"]
         if name.endswith("epochs"):
-            value = max(1, round(value * rule["epochs"]))
+            settings[name] = max(1, round(value * factor))
         elif name.endswith("milestones"):
-            value = tuple(max(1, round(m * rule["epochs"])) for m in value)
-        elif name == "width":
-            value = min(value, rule["width"])
-        elif name == "batch_size":
-            value = min(value, rule["batch_size"] or value)
-        settings[name] = value
+            settings[name] = tuple(max(1, round(m * factor)) for m in value)
+        elif name in ("width", "batch_size"):
+            settings[name] = min(value, rule[name])
     unknown = [name for name in overrides if name not in settings]
     if unknown:
         raise UserError(f"strategy {strategy} has no setting --{unknown[0].replace('_', '-')}; "
@@ -209,14 +205,14 @@ def lwf_loss(logits, old_logits, labels, lambda_kd=10.0, temperature=2.0):
 # Training
 
 class Monitor:
-    """Seconds per phase, training steps done, and the stop on a non-finite loss; no step waits for the device.
+    """Seconds per phase, images trained on, and the stop on a non-finite loss; no step waits for the device.
 
     `on_step(images)` is called after every step, `on_epoch(task, epoch, loss)` after every epoch.
     """
 
-    def __init__(self, on_step=lambda _: None, on_epoch=lambda *_: None):
-        self.seconds, self.on_step, self.on_epoch = defaultdict(float), on_step, on_epoch
-        self.images = 0
+    def __init__(self):
+        self.seconds, self.images = defaultdict(float), 0
+        self.on_step, self.on_epoch = lambda images: None, lambda task, epoch, loss: None
 
     @contextlib.contextmanager
     def phase(self, name):
@@ -225,7 +221,7 @@ class Monitor:
         self.seconds[name] += time.perf_counter() - start
 
     def batches(self, iterable):
-        """The iterable, its time counted as "augment"."""
+        """The iterable, the time it takes counted as "augment"."""
         iterator = iter(iterable)
         while True:
             with self.phase("augment"):
@@ -234,8 +230,12 @@ class Monitor:
                 return
             yield batch
 
+    def step(self, images):
+        self.images += images
+        self.on_step(images)
+
     def epoch(self, task, epoch, losses):
-        """End of an epoch: the only place where the losses are looked at."""
+        """End of an epoch, the only place where the losses are looked at."""
         losses = torch.stack(losses)
         finite = torch.isfinite(losses)
         if not finite.all():
@@ -245,65 +245,54 @@ class Monitor:
         self.on_epoch(task, epoch, losses.mean().item())
 
 
-class Snapshot:
-    """A frozen feature extractor f_t: normalised images (B, 3, H, W) -> float32 features (B, d), always in eval mode."""
+def frozen(module):
+    """A copy in eval mode that no gradient reaches."""
+    return copy.deepcopy(module).eval().requires_grad_(False)
 
-    def __init__(self, backbone, amp):
-        self.backbone, self.amp = copy.deepcopy(backbone).eval().requires_grad_(False), amp
 
-    def __call__(self, images):
-        images = images.contiguous(memory_format=torch.channels_last)
-        with torch.autocast(images.device.type, torch.bfloat16, enabled=self.amp):
-            return self.backbone(images).float()
+FIRST_TASK = "sgd", ("backbone", "stem", "width", "batch_size", "momentum", "first_epochs", "first_lr", "first_weight_decay",
+                     "first_milestones")
 
 
 class Strategy:
-    """A backbone that learns task after task. Subclasses give `start(task)` (what changes before a task) and `loss(x, y)`."""
+    """A backbone that learns task after task; subclasses say what changes before and after a task, and give the loss.
+
+    `memory` holds what a method keeps between tasks beside its networks (prototypes, covariances): tensors and numbers.
+    """
 
     reads_old_tasks = False  # True only for methods that are not exemplar-free
     label_fractions = (1.0,)  # shares of labelled images that prototypes are made from
+    first_task = FIRST_TASK  # strategies with the same recipe and settings learn the same first task, and share it
 
     def __init__(self, settings, image_size, *, seed=0, device="cpu", amp=False, compile=False):
         torch.manual_seed(seed)
         self.settings, self.seed, self.device, self.amp = SimpleNamespace(**settings), seed, torch.device(device), amp
         backbone = build_backbone(self.settings, image_size)
-        self.net = nn.ModuleDict({"backbone": backbone, "head": self.new_head(backbone.dim)})
+        self.net = nn.ModuleDict({"backbone": backbone, **self.build_heads(backbone.dim)})
         # channels-last pays on the CPU too: 1.1-1.9 times the images per second at width 16
         self.net.to(self.device, memory_format=torch.channels_last)
-        self.compile, self.monitor = compile, Monitor()
-        self.backbone_forward = torch.compile(backbone) if compile else backbone
+        self.forward = torch.compile(backbone) if compile else backbone
+        self.memory, self.monitor, self.dim = {}, Monitor(), backbone.dim
 
-    def new_head(self, dim):
-        return CosineHead(dim)
+    def build_heads(self, dim):
+        return {"head": CosineHead(dim)}
 
-    @property
-    def dim(self):
-        return self.net["backbone"].dim
+    # What happens in a task
 
-    def snapshot(self):
-        return Snapshot(self.net["backbone"], self.amp)
-
-    def features(self, images):
-        """Features of normalised images in the current space, (B, d), without gradient."""
-        with torch.no_grad():
-            return self.snapshot()(images)
-
-    # What a checkpoint holds; tensors, numbers and strings only, so that weights_only=True loads it.
-    def state(self):
-        return {"classes": len(self.net["head"].weight), "net": self.net.state_dict()}
-
-    def load_state(self, state):
-        self.net["head"].grow(state["classes"])
-        self.net.load_state_dict(state["net"])
-
-    # One task
     def learn(self, task):
-        """f_{t-1} -> f_t: one fresh optimiser and schedule per task, the last epoch's weights are kept."""
+        """f_{t-1} -> f_t with a fresh optimiser and schedule; the last epoch's weights are kept."""
         # one seed per (run, task): a run resumed at task t draws what an undisturbed one draws
         torch.manual_seed(self.seed * 1000 + task.index)
         self.start(task)
-        optimizer, scheduler = self.optimizer(task)
-        self.fit(task, optimizer, scheduler, self.epochs(task.index))
+        self.fit(task, *self.optimizer(task), self.epochs(task.index))
+        self.finish(task)
+
+    def start(self, task):
+        self.net["head"].grow(task.classes.stop)
+        self.net.train()
+
+    def finish(self, task):
+        pass
 
     def epochs(self, index):
         return self.settings.first_epochs if index == 0 else self.settings.epochs
@@ -311,80 +300,97 @@ class Strategy:
     def optimizer(self, task):
         """SGD with step decay, in one parameter group: weight decay reaches batch-norm and sigma too (ldc)."""
         s, first = self.settings, task.index == 0
-        optimizer = torch.optim.SGD([p for p in self.net.parameters() if p.requires_grad],
-                                    lr=s.first_lr if first else s.lr, momentum=s.momentum,
+        optimizer = torch.optim.SGD(self.net.parameters(), lr=s.first_lr if first else s.lr, momentum=s.momentum,
                                     weight_decay=s.first_weight_decay if first else s.weight_decay)
         milestones = s.first_milestones if first else s.milestones
         return optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, list(milestones), 0.1)
+
+    def batches(self, task, generator):
+        """One epoch of what `loss` takes."""
+        return task.epoch(self.settings.batch_size, generator)
+
+    def loss(self, x, y):
+        raise NotImplementedError
 
     def fit(self, task, optimizer, scheduler, epochs):
         """Plain training: `epochs` epochs of augmented batches through `self.loss`."""
         generator = torch.Generator().manual_seed(self.seed * 1000 + task.index)
         for epoch in range(epochs):
             losses = []
-            for x, y in self.monitor.batches(task.epoch(self.settings.batch_size, generator)):
+            for batch in self.monitor.batches(self.batches(task, generator)):
                 with self.monitor.phase("step"):
-                    loss = self.loss(x.contiguous(memory_format=torch.channels_last), y)
+                    loss = self.loss(*batch)
                     optimizer.zero_grad(set_to_none=True)
                     loss.backward()
                     optimizer.step()
                 losses.append(loss.detach())
-                self.monitor.on_step(len(x))
+                self.monitor.step(len(batch[0]))
             scheduler.step()
-            self.monitor.images += len(task)
             self.monitor.epoch(task.index, epoch, losses)
 
-    def start(self, task):
-        self.net["head"].grow(task.classes.stop)
-        self.net.train()
+    # Forward passes: convolutions in bfloat16 where amp is on; features, heads and losses in float32
 
-    def logits(self, x):
+    def embed(self, x, backbone=None):
+        """Normalised images (B, 3, H, W) -> features (B, d), by the network in training unless another one is given."""
+        x = x.contiguous(memory_format=torch.channels_last)
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.amp):
-            feats = self.backbone_forward(x)
-        return self.net["head"](feats.float())  # heads and losses in float32
+            return (backbone or self.forward)(x).float()
 
-    def loss(self, x, y):
-        raise NotImplementedError
+    def snapshot(self):
+        """The frozen feature extractor f_t: a copy in eval mode, which later training cannot touch."""
+        backbone = frozen(self.net["backbone"])
+        return lambda x: self.embed(x, backbone)
+
+    @torch.no_grad()
+    def features(self, images):
+        """Features of normalised images in the current space, (B, d)."""
+        return self.snapshot()(images)
+
+    # What a checkpoint holds: tensors, numbers and strings only, so that weights_only=True loads it
+
+    def state(self):
+        return {"classes": len(self.net["head"].weight), "net": self.net.state_dict(), "memory": self.memory}
+
+    def load_state(self, state):
+        self.net["head"].grow(state["classes"])
+        self.net.load_state_dict(state["net"])
+        self.memory = state["memory"]
 
 
 class Finetune(Strategy):
-    """Cross-entropy on the current task's logits, nothing to hold old features in place."""
+    """Cross-entropy on the current task's logits, and nothing to hold old features in place."""
 
     def start(self, task):
         super().start(task)
-        self.first_class = task.classes.start
+        self.known = task.classes.start
 
     def loss(self, x, y):
-        return F.cross_entropy(self.logits(x)[:, self.first_class:], y - self.first_class)
+        return F.cross_entropy(self.net["head"](self.embed(x))[:, self.known:], y - self.known)
 
 
 class LwF(Finetune):
     """Learning without forgetting with a cosine head: the backbone of Table 1's LwF rows."""
 
     def start(self, task):
-        # the old network travels with its own head and sigma; eval mode, no gradient
-        self.teacher = None if task.index == 0 else copy.deepcopy(self.net).eval().requires_grad_(False)
+        self.teacher = frozen(self.net) if task.index else None  # the old network with its own head and sigma
         super().start(task)
 
     def loss(self, x, y):
         if self.teacher is None:
             return super().loss(x, y)
-        with torch.no_grad(), torch.autocast(x.device.type, torch.bfloat16, enabled=self.amp):
-            old_feats = self.teacher["backbone"](x)
-        old_logits = self.teacher["head"](old_feats.float())
-        return lwf_loss(self.logits(x), old_logits, y, self.settings.lambda_kd, self.settings.temperature)
+        with torch.no_grad():
+            old_logits = self.teacher["head"](self.embed(x, self.teacher["backbone"]))
+        return lwf_loss(self.net["head"](self.embed(x)), old_logits, y, self.settings.lambda_kd, self.settings.temperature)
 
 
 class Joint(Strategy):
-    """Incremental joint training, the upper bound of Figure 1: every task trains on all classes so far.
+    """Incremental joint training, the upper bound of Figure 1: every task trains on all classes so far."""
 
-    # differs: the paper gives no recipe; we keep the weights and train on the union with the incremental settings.
-    """
-
+    # differs: the paper gives no recipe; we keep the weights and train on the union with the incremental settings
     reads_old_tasks = True
 
     def loss(self, x, y):
-        return F.cross_entropy(self.logits(x), y)
+        return F.cross_entropy(self.net["head"](self.embed(x)), y)
 
 
 STRATEGIES = {"finetune": Finetune, "lwf": LwF, "joint": Joint}

@@ -437,6 +437,8 @@ class Run:
     def __init__(self, strategy, stream, options, compensators, seed, first_task_file=None):
         self.strategy, self.stream, self.options, self.seed = strategy, stream, options, seed
         self.first_task_file = first_task_file
+        if strategy.frozen_after_first:  # features do not drift: every compensator would leave prototypes where they are
+            compensators = ["none"]
         self.stores = {f"{f:g}": {name: PrototypeStore() for name in compensators} for f in strategy.label_fractions}
         self.rows = {fraction: {} for fraction in self.stores}
         self.exemplars = {}  # class -> herding order of its first EXEMPLARS images
@@ -455,7 +457,7 @@ class Run:
             wanted = any(name in OLD_IMAGE_ROWS for stores in self.stores.values() for name in stores)
             reopened = Reopened(self.model, self.stream, t - 1, self.exemplars) if t and wanted else None
         with monitor.phase("compensate"):
-            if t:
+            if t and not self.strategy.frozen_after_first:
                 self.compensate(observe_drift(old, self.model, task, feats, self.options, self.seed * 1000 + t, reopened))
             self.append(feats, task)
         with monitor.phase("evaluate"):
@@ -469,10 +471,11 @@ class Run:
         state = read_checkpoint(shared, self.stream.device) if shared else None
         if state:
             self.strategy.load_state(state)
+            self.strategy.finish(task)
         else:
             self.strategy.learn(task)
             if shared:
-                replace_file(shared, lambda f: torch.save(self.strategy.state(), f))
+                replace_file(shared, lambda f: torch.save({**self.strategy.state(), "memory": {}}, f))
 
     def compensate(self, drift):
         """Eq. 2 for every compensator and label fraction."""
@@ -735,11 +738,12 @@ def open_run(args, identity):
     import strategies
     monitor, device = strategies.Monitor(), torch.device(args.device)
     with monitor.phase("load"):
+        weights = strategies.find_weights(SimpleNamespace(**args.settings), args.data_dir)  # first: a missing file is said at once
         dataset = data.load(args.dataset, args.data_dir, image_size=args.image_size, class_list=args.class_list, workers=args.workers)
     stream = data.TaskStream(dataset, tasks=args.tasks, first_classes=args.first_classes, seed=identity["order_seed"], device=device)
     strategy = strategies.STRATEGIES[args.strategy](args.settings, dataset.image_size, seed=identity["seed"], device=device,
                                                     amp=args.amp, compile=args.compile)
-    strategy.monitor = monitor
+    strategy.monitor, strategy.weights_file = monitor, weights
     return Run(strategy, stream, SimpleNamespace(**args.options), args.compensators, identity["seed"],
                first_task_file(args, identity, strategy))
 
@@ -772,7 +776,7 @@ def learn_all(run, folder, context):
         rows = next(iter(run.rows.values()))
         accuracy = {name: row["accuracy"][-1] for name, row in rows.items()}
         progress.write({"task": run.tasks_done, "accuracy": accuracy})
-        shown = "  ".join(f"{name} {accuracy[name]:5.1f}" for name in ("none", "sdc", "ldc", "oracle") if name in accuracy)
+        shown = "  ".join(f"{name} {accuracy[name]:5.1f}" for name in ("head", "none", "sdc", "ldc", "oracle") if name in accuracy)
         progress.say(f"task {run.tasks_done}/{stream.num_tasks}  {sum(stream.sizes[:run.tasks_done])} classes  {shown}  {progress.left()} left")
     return {**context, **run.result()}
 

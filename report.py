@@ -6,7 +6,7 @@ PAPER = {  # (data set, strategy, row) -> (A_last, A_inc), Table 1
     ("cifar100", "lwf", "sdc"): (40.6, 56.2), ("tinyimagenet", "lwf", "sdc"): (29.5, 43.8), ("imagenet100", "lwf", "sdc"): (42.6, 65.3),
     ("cifar100", "lwf", "ldc"): (45.4, 59.5), ("tinyimagenet", "lwf", "ldc"): (34.2, 46.8), ("imagenet100", "lwf", "ldc"): (51.4, 69.4),
 }
-ROWS = ("none", "sdc", "sdc-unit", "ldc", "adc", "nme-20", "oracle")
+ROWS = ("head", "none", "sdc", "sdc-unit", "ldc", "adc", "nme-20", "oracle")
 OURS = ("ldc-ridge", "ldc-ridge+lda", "oracle+lda")
 
 

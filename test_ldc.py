@@ -3,6 +3,7 @@ import json
 import math
 import os
 import pickle
+import random
 import re
 import shlex
 import shutil
@@ -1218,6 +1219,529 @@ def test_compensators_stay_on_one_device(name, fake_cuda):
     assert ldc.lda(cuda(5, 6), moved, cuda(6, 6).double()).device.type == "cuda"
     with pytest.raises(Exception, match="device"):
         ldc.COMPENSATORS["ldc-ridge"](torch.rand(3, 6), drift)
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# The rivals of Table 1 and the ViT of Table 2
+
+
+def first_tasks(count=2):
+    """The first tasks of the demo with a quarter of their images: enough for what does not depend on accuracy."""
+    stream = data.TaskStream(data.load("demo"), tasks=15)
+    return [task.subset(torch.arange(0, len(task), 4)) for task in (stream.task(t) for t in range(count))]
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# PASS
+
+
+def linear(weight, bias=None):
+    """A head with these weights."""
+    head = strategies.LinearHead(weight.shape[1], nn.init.zeros_, bias is not None)
+    head.weight = nn.Parameter(weight.clone())
+    head.bias = nn.Parameter(bias.clone()) if bias is not None else None
+    return head
+
+
+def test_golden_pass():
+    g = golden("pass_loss")
+    assert torch.equal(data.rotate4(g["images"]), g["rot_images"])
+    head, feats = linear(g["fc_weight"], g["fc_bias"]), g["feats"].clone().requires_grad_()
+    drawn = g["prototypes"][g["proto_index"]] + g["radius_task1"] * g["noise"]
+    args = head, feats, g["targets"], g["feats_old"], drawn, g["proto_index"]
+    agree(strategies.pass_loss(*args[:3]), g["loss_clf"])
+    agree(strategies.pass_loss(*args, lambda_proto=0) - g["loss_clf"], g["loss_fkd"])
+    agree(strategies.pass_loss(*args, lambda_fkd=0) - g["loss_clf"], g["loss_proto"])
+    loss = strategies.pass_loss(*args)
+    loss.backward()
+    agree(loss, g["loss_total"])
+    agree(feats.grad, g["grad_feats"])
+    agree(head.weight.grad, g["grad_fc_weight"])
+    agree(head.bias.grad, g["grad_fc_bias"])
+
+
+def test_golden_pass_memory_and_prediction():
+    """Two tasks through finish(): the radius takes in the new classes; prediction reads every fourth logit."""
+    g, strategy = golden("pass_loss"), small_strategy("pass")
+    classes, old = g["class_features"], int(g["n_old"])
+    for part in (range(old), range(old, len(classes))):
+        strategy.task_features = lambda task: classes[list(part)].flatten(0, 1)
+        labels = torch.repeat_interleave(torch.tensor(part), classes.shape[1])
+        strategy.finish(SimpleNamespace(labels=labels, classes=part))
+        agree(strategy.memory["variance"].mean().sqrt(), g["radius_task2" if part.start else "radius_task1"])
+    agree(strategy.memory["means"], g["prototypes"])
+    strategy.net["head"] = linear(g["fc_weight"], g["fc_bias"])
+    assert torch.equal(strategy.classify(g["feats"]), g["pred"])
+
+
+def test_pass_norm_has_a_gradient_at_zero():
+    feats, head = torch.rand(4, 6).requires_grad_(), linear(torch.rand(8, 6))
+    y = torch.zeros(1, dtype=torch.long)
+    strategies.pass_loss(head, feats, y, feats.detach().clone(), feats.detach()[:1], y).backward()
+    assert torch.isfinite(feats.grad).all()
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# FeTrIL and FeCAM
+
+
+def test_golden_fetril():
+    g = golden("fetril")
+    old = int(g["n_old"])
+    feats, labels = strategies.fetril_features(g["features_new"], g["labels_new"], range(old, old + 4), g["old_means"])
+    agree(feats, g["train_features"])
+    assert torch.equal(labels, g["train_labels"])
+
+
+def test_golden_fecam():
+    g = golden("fecam")
+    groups = strategies.by_class(g["train_features"], g["train_labels"], range(6))
+    cov = strategies.covariance(groups[0] ** 0.5)
+    agree(cov, g["cov0_tukey"])
+    once = strategies.shrink_covariance(cov)
+    agree(once, g["cov0_shrunk_once"])
+    agree(strategies.shrink_covariance(once), g["cov0_shrunk_twice"])
+    inverses = torch.stack([strategies.fecam_inverse(group) for group in groups])
+    agree(torch.linalg.pinv(inverses[0].double(), hermitian=True), g["cov0_normalised"])
+    agree(strategies.fecam_distance(g["test_features"], g["class_means"], inverses), g["dist"])
+
+
+def test_golden_fecam_classifies_by_the_cosine_head_after_its_first_task():
+    g, strategy = golden("fecam"), small_strategy("fecam")
+    strategy.net["head"].weight = nn.Parameter(g["head_weight_task1"])
+    for part, expected in ((range(4), g["pred_task1"]), (range(4, 6), g["pred"])):
+        member = (g["train_labels"] >= part.start) & (g["train_labels"] < part.stop)
+        strategy.task_features = lambda task: g["train_features"][member]
+        strategy.finish(SimpleNamespace(labels=g["train_labels"][member], classes=part))
+        assert torch.equal(strategy.classify(g["test_features"]), expected)
+    assert strategy.memory["inverses"].shape == (6, 16, 16) and strategy.memory["inverses"].dtype == torch.float32
+
+
+def test_fecam_with_identity_covariance_and_no_tukey_is_cosine_ncm():
+    g = golden("fecam")
+    distance = strategies.fecam_distance(g["test_features"], g["class_means"], torch.eye(16).expand(6, 16, 16), tukey=1)
+    assert torch.equal(distance.argmin(1), ldc.ncm(g["test_features"], g["class_means"]))
+
+
+@pytest.mark.parametrize("feats,words", [(-torch.rand(10, 64), "--tukey 1"), (torch.rand(1, 64), "at least two images")])
+def test_fecam_refuses_what_it_cannot_use(feats, words):
+    strategy = small_strategy("fecam")
+    strategy.task_features = lambda task: feats
+    with pytest.raises(data.UserError, match=words):
+        strategy.finish(SimpleNamespace(labels=torch.zeros(len(feats)), classes=range(1)))
+
+
+@pytest.mark.parametrize("name", ["fetril", "fecam"])
+def test_a_first_task_of_lwf_serves_frozen_strategies(name):
+    """From LwF's saved first task, finish() computes what a strategy that learnt it alone has, to the last bit."""
+    tasks = first_tasks()
+    lwf, alone, shared = small_strategy("lwf"), small_strategy(name), small_strategy(name)
+    lwf.learn(tasks[0])
+    alone.learn(tasks[0])
+    shared.load_state({**lwf.state(), "memory": {}})
+    shared.finish(tasks[0])
+    before = shared.snapshot()(torch.ones(2, 3, 16, 16))
+    images = tasks[0].clean(tasks[0].images[:50])
+    assert torch.equal(shared.predict(images), alone.predict(images))
+    for strategy in (alone, shared):
+        strategy.learn(tasks[1])
+    assert set(alone.memory) == set(shared.memory) and all(torch.equal(alone.memory[k], shared.memory[k]) for k in alone.memory)
+    assert torch.equal(before, shared.snapshot()(torch.ones(2, 3, 16, 16))) and len(shared.memory["means"]) == tasks[1].classes.stop
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# EFC
+
+
+def test_golden_efc_matrix_regulariser_and_drift():
+    g = golden("efc")
+    agree(strategies.feature_matrix(g["features"], g["head_weight"], int(g["batch_size"])), g["E"])
+    feats = g["feats_new"].clone().requires_grad_()
+    reg = strategies.efm_loss(feats, g["feats_old"], g["E"], g["lam"].item(), g["eta"].item())
+    reg.backward()
+    agree(reg, g["reg"])
+    agree(feats.grad, g["grad_reg"])
+    moved = strategies.efc_drift(g["prototypes"], g["feats_old"], g["feats_new"], g["E"], g["sigma"].item())
+    agree(moved, g["prototypes_updated"])
+    agree(moved - g["prototypes"], g["drift"])
+
+
+def test_golden_efc_loss_and_rotations():
+    g = golden("efc")
+    head, feats, n, known = linear(g["head_weight"]), g["c_feats"].clone().requires_grad_(), int(g["c_n_proto"]), int(g["head_sizes"][:-1].sum())
+    loss = strategies.efc_loss(head, feats, g["c_feats_old"], g["c_targets"], g["c_proto"][:n], g["c_proto_labels"][:n], g["E"], known)
+    loss.backward()
+    agree(loss, g["c_loss_new"] + g["c_loss_all"] + g["c_loss_reg"])
+    agree(feats.grad, g["c_grad_feats"])
+    agree(head.weight.grad, g["c_grad_head"])
+    y = g["rot_targets"]
+    turned = data.rotate4(g["rot_images"]).unflatten(0, (-1, 4))[:, 1:].flatten(0, 1)
+    assert torch.equal(turned, g["rot_out_images"])
+    labels = strategies.efc_rotations(y, rotated_classes(g)).view(-1, 4)
+    assert torch.equal(labels[:, 0], y) and torch.equal(labels[:, 1:].flatten(), g["rot_out_targets"])
+
+
+def rotated_classes(g):
+    """C_1 behind the stored labels, C_1 + 3y + k - 1."""
+    return int(g["rot_out_targets"][0] - 3 * g["rot_targets"][0])
+
+
+def test_feature_matrix_is_the_jacobian_form():
+    torch.manual_seed(0)
+    feats, weight = torch.randn(12, 5, dtype=torch.float64), torch.randn(4, 5, dtype=torch.float64)
+    E = torch.zeros(5, 5, dtype=torch.float64)
+    for f in feats:
+        J = torch.autograd.functional.jacobian(lambda f: F.log_softmax(weight @ f, 0), f)
+        E += J.T @ torch.softmax(weight @ f, 0).diag() @ J / len(feats)
+    agree(strategies.feature_matrix(feats, weight, 4), E, 1e-12)
+    assert torch.linalg.matrix_rank(E, hermitian=True) == 3
+
+
+@pytest.mark.parametrize("known,seen,expected", [(10, 20, (20, 20)), (20, 30, (40, 20)), (90, 100, None)])
+def test_efc_shares_of_prototypes_and_images(known, seen, expected):
+    """CIFAR-100's numbers at tasks 2, 3 and 10, with 64 in a batch."""
+    draws = [strategies.efc_shares(known, seen, 64, random.Random(i)) for i in range(200)]
+    if expected:  # the ids seen twice are drawn, so the shares vary around these numbers
+        assert abs(np.mean(draws, 0) - expected).max() < 1 and all(20 <= sum(d) <= 64 for d in draws)
+    else:
+        assert all(sum(d) == 64 for d in draws) and abs(np.mean(draws, 0)[0] - 57.6) < 0.5
+
+
+def test_efc_draws_the_stored_gaussians_evenly():
+    torch.manual_seed(0)
+    strategy = small_strategy("efc", batch_size=4000)
+    factors = torch.linalg.cholesky(torch.tensor([[[2.0, 0.9], [0.9, 1.0]], [[1.0, -0.5], [-0.5, 1.0]]]))
+    strategy.memory = {"means": torch.tensor([[3.0, 0.0], [0.0, 5.0]]), "factors": factors}
+    feats, labels = strategy.draw(3000)
+    assert 1400 < (labels == 0).sum() < 1600
+    for c in (0, 1):
+        mine = feats[labels == c]
+        agree(mine.mean(0), strategy.memory["means"][c], 0.03)
+        agree(torch.cov(mine.T), factors[c] @ factors[c].T, 0.1)
+
+
+def test_efc_steps_as_written(monkeypatch):
+    """Batch-norm stands still after task 1, old images come from the batch before, the rotation head is gone."""
+    tasks, strategy = first_tasks(), small_strategy("efc")
+    strategy.learn(tasks[0])
+    assert set(strategy.net) == {"backbone", "head"} and strategy.memory["factors"].shape == (tasks[0].classes.stop, 64, 64)
+    strategy.start(tasks[1])
+    norms = {k: v.clone() for k, v in strategy.net["backbone"].state_dict().items() if "bn" in k or "running" in k}
+    optimizer, _ = strategy.optimizer(tasks[1])
+    module, passed = sys.modules[type(strategy).__module__], []
+    efc_loss = module.efc_loss
+    monkeypatch.setattr(module, "efc_loss", lambda *args: passed.append(args) or efc_loss(*args))
+    before = None
+    for x, y in list(tasks[1].epoch(8, torch.Generator().manual_seed(0)))[:3]:
+        loss = strategy.loss(x, y)
+        _, feats, feats_old, labels, drawn, *_ = passed[-1]
+        agree(feats_old, strategy.teacher(x), 1e-5)
+        assert torch.equal(labels[:8], y)
+        if before is None:
+            assert len(feats) == 8 and len(drawn) == strategy.settings.batch_size
+        else:
+            m = len(feats) - 8
+            assert m > 0 and torch.equal(labels[8:], before[1][:m])
+            agree(feats[8:], strategy.net["backbone"](before[0][:m]), 1e-5)
+        before = x, y
+        optimizer.zero_grad()
+        loss.backward()
+        assert strategy.net["head"].weight.grad.abs().sum(1).min() > 0  # old rows learn from prototypes
+        optimizer.step()
+    after = strategy.net["backbone"].state_dict()
+    assert all(torch.equal(value, after[k]) for k, value in norms.items())
+    assert all(p.grad is None for p in strategy.teacher.parameters())
+
+
+def test_efc_rates_of_imagenet100():
+    settings = strategies.resolve_settings("efc", "imagenet100", "paper", {"width": 2})
+    strategy = strategies.EFC(settings, 32)
+    strategy.start(SimpleNamespace(index=0, classes=range(3)))
+    assert isinstance(strategy.optimizer(SimpleNamespace(index=0))[0], torch.optim.SGD)
+    groups = strategy.optimizer(SimpleNamespace(index=1))[0].param_groups
+    assert [group["lr"] for group in groups] == [1e-5, pytest.approx(1e-4)]
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# All of them
+
+
+@pytest.mark.parametrize("name", ["pass", "efc"])
+def test_rehearsal_step_stays_on_one_device(name, fake_cuda):
+    """With memory, on fake CUDA tensors, which raise wherever two devices mix or a value is read on the host."""
+    strategy = small_strategy(name, device="cuda")
+    strategy.start(SimpleNamespace(index=0, classes=range(0, 5)))
+    cuda = lambda *shape: torch.rand(*shape, device="cuda")  # noqa: E731
+    strategy.memory = {"means": cuda(5, 64), "variance": cuda(5), "factors": cuda(5, 64, 64), "E": cuda(64, 64)}
+    strategy.start(SimpleNamespace(index=1, classes=range(5, 10)))
+    for _ in range(2):
+        loss = strategy.loss(cuda(8, 3, 16, 16), torch.zeros(8, dtype=torch.long, device="cuda") + 5)
+        assert loss.device.type == "cuda"
+
+
+@pytest.mark.parametrize("name", ["pass", "fetril", "fecam", "efc"])
+def test_learning_goes_on_from_a_checkpoint(name, tmp_path):
+    """State after task 1, through a file, into a fresh object: task 2 ends with the same numbers to the last bit."""
+    tasks = first_tasks()
+    first = small_strategy(name)
+    first.learn(tasks[0])
+    torch.save(first.state(), tmp_path / "state.pt")
+    second = small_strategy(name)
+    second.load_state(torch.load(tmp_path / "state.pt", weights_only=True))
+    for strategy in (first, second):
+        strategy.learn(tasks[1])
+    images = tasks[1].clean(tasks[1].images)
+    assert torch.equal(first.features(images), second.features(images))
+    assert torch.equal(first.predict(images), second.predict(images)) and first.predict(images).max() < tasks[1].classes.stop
+    assert all(torch.equal(first.memory[key], second.memory[key]) for key in first.memory)
+    assert not any(images.data_ptr() == value.data_ptr() for value in first.memory.values())
+
+
+@pytest.mark.parametrize("name", ["pass", "fetril", "fecam", "efc", "lwf", "finetune"])
+def test_every_preset_resolves(name):
+    for dataset in data.DATASETS:
+        for scale in strategies.SCALES:
+            settings = strategies.resolve_settings(name, dataset, scale, {})
+            assert set(settings) <= set(strategies.SETTINGS) and set(strategies.STRATEGIES[name].first_task[1]) <= set(settings)
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Pre-trained vision transformers
+
+DIM, HEADS, LAYERS, PATCH, MLP = 24, 3, 2, 8, 40
+
+
+def tiny_vit():
+    from torchvision.models.vision_transformer import VisionTransformer
+    model = VisionTransformer(32, PATCH, LAYERS, HEADS, DIM, MLP)
+    model.heads = nn.Identity()
+    return model.eval()
+
+
+@pytest.fixture
+def jax_arrays():
+    """One random ViT under the names and axes of Google's release, with its 21k head."""
+    rng = np.random.default_rng(0)
+    make = lambda *shape: rng.normal(0, 0.3, shape).astype(np.float32)  # noqa: E731
+    arrays = {"cls": make(1, 1, DIM), "embedding/kernel": make(PATCH, PATCH, 3, DIM), "embedding/bias": make(DIM),
+              "Transformer/posembed_input/pos_embedding": make(1, 17, DIM), "head/kernel": make(DIM, 7), "head/bias": make(7),
+              "Transformer/encoder_norm/scale": 1 + make(DIM), "Transformer/encoder_norm/bias": make(DIM)}
+    for i in range(LAYERS):
+        block = f"Transformer/encoderblock_{i}/"
+        for part in ("query", "key", "value"):
+            arrays[f"{block}MultiHeadDotProductAttention_1/{part}/kernel"] = make(DIM, HEADS, DIM // HEADS)
+            arrays[f"{block}MultiHeadDotProductAttention_1/{part}/bias"] = make(HEADS, DIM // HEADS)
+        arrays[f"{block}MultiHeadDotProductAttention_1/out/kernel"] = make(HEADS, DIM // HEADS, DIM)
+        arrays[f"{block}MultiHeadDotProductAttention_1/out/bias"] = make(DIM)
+        for norm in ("LayerNorm_0", "LayerNorm_2"):
+            arrays[f"{block}{norm}/scale"], arrays[f"{block}{norm}/bias"] = 1 + make(DIM), make(DIM)
+        for dense, (a, b) in (("Dense_0", (DIM, MLP)), ("Dense_1", (MLP, DIM))):
+            arrays[f"{block}MlpBlock_3/{dense}/kernel"], arrays[f"{block}MlpBlock_3/{dense}/bias"] = make(a, b), make(b)
+    return arrays
+
+
+def jax_forward(arrays, images):
+    """The same transformer written with einsum on the native axes, float64: the CLS token after the final norm."""
+    a = {name: torch.from_numpy(array).double() for name, array in arrays.items()}
+
+    def norm(x, name):
+        centred = x - x.mean(-1, keepdim=True)
+        return centred / (centred.square().mean(-1, keepdim=True) + 1e-6).sqrt() * a[f"{name}/scale"] + a[f"{name}/bias"]
+
+    patches = images.double().unfold(2, PATCH, PATCH).unfold(3, PATCH, PATCH)  # (B, 3, rows, columns, height, width)
+    x = torch.einsum("bcijhw,hwcd->bijd", patches, a["embedding/kernel"]).flatten(1, 2) + a["embedding/bias"]
+    x = torch.cat([a["cls"].expand(len(x), 1, DIM), x], 1) + a["Transformer/posembed_input/pos_embedding"]
+    for i in range(LAYERS):
+        block = f"Transformer/encoderblock_{i}/"
+        y, attention = norm(x, block + "LayerNorm_0"), block + "MultiHeadDotProductAttention_1/"
+        q, k, v = (torch.einsum("btd,dhe->bhte", y, a[f"{attention}{part}/kernel"]) + a[f"{attention}{part}/bias"][:, None]
+                   for part in ("query", "key", "value"))
+        mix = torch.einsum("bhte,bhse->bhts", q, k).div((DIM // HEADS) ** 0.5).softmax(-1)
+        x = x + torch.einsum("bhts,bhse,hed->btd", mix, v, a[attention + "out/kernel"]) + a[attention + "out/bias"]
+        y = norm(x, block + "LayerNorm_2") @ a[f"{block}MlpBlock_3/Dense_0/kernel"] + a[f"{block}MlpBlock_3/Dense_0/bias"]
+        x = x + F.gelu(y) @ a[f"{block}MlpBlock_3/Dense_1/kernel"] + a[f"{block}MlpBlock_3/Dense_1/bias"]
+    return norm(x, "Transformer/encoder_norm")[:, 0]
+
+
+def timm_tensors(arrays):
+    """The same weights under timm's names."""
+    t = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    out = {"cls_token": t["cls"], "pos_embed": t["Transformer/posembed_input/pos_embedding"], "head.weight": t["head/kernel"].T,
+           "head.bias": t["head/bias"], "patch_embed.proj.weight": t["embedding/kernel"].permute(3, 2, 0, 1),
+           "patch_embed.proj.bias": t["embedding/bias"], "norm.weight": t["Transformer/encoder_norm/scale"],
+           "norm.bias": t["Transformer/encoder_norm/bias"]}
+    for i in range(LAYERS):
+        block, b = f"Transformer/encoderblock_{i}/", f"blocks.{i}."
+        attention = block + "MultiHeadDotProductAttention_1/"
+        parts = [f"{attention}{part}/" for part in ("query", "key", "value")]
+        out[b + "attn.qkv.weight"] = torch.cat([t[p + "kernel"].reshape(DIM, DIM).T for p in parts])
+        out[b + "attn.qkv.bias"] = torch.cat([t[p + "bias"].reshape(DIM) for p in parts])
+        out[b + "attn.proj.weight"], out[b + "attn.proj.bias"] = t[attention + "out/kernel"].reshape(DIM, DIM).T, t[attention + "out/bias"]
+        for ours, theirs in (("norm1", "LayerNorm_0"), ("norm2", "LayerNorm_2")):
+            out[f"{b}{ours}.weight"], out[f"{b}{ours}.bias"] = t[f"{block}{theirs}/scale"], t[f"{block}{theirs}/bias"]
+        for ours, theirs in (("fc1", "Dense_0"), ("fc2", "Dense_1")):
+            out[f"{b}mlp.{ours}.weight"], out[f"{b}mlp.{ours}.bias"] = t[f"{block}MlpBlock_3/{theirs}/kernel"].T, t[f"{block}MlpBlock_3/{theirs}/bias"]
+    return {name: tensor.contiguous() for name, tensor in out.items()}
+
+
+def huggingface_tensors(arrays):
+    """The same weights under Hugging Face's names."""
+    names = {"cls_token": "embeddings.cls_token", "pos_embed": "embeddings.position_embeddings", "norm1": "layernorm_before",
+             "patch_embed.proj": "embeddings.patch_embeddings.projection", "norm2": "layernorm_after", "head": "classifier",
+             "mlp.fc1": "intermediate.dense", "mlp.fc2": "output.dense", "attn.proj": "attention.output.dense", "norm": "layernorm"}
+    out = {}
+    for name, tensor in timm_tensors(arrays).items():
+        block = name[:len("blocks.0.")] if name.startswith("blocks") else ""
+        inner, _, leaf = name[len(block):].rpartition(".")
+        inner, leaf = (inner, "." + leaf) if inner else (leaf, "")
+        block = block.replace("blocks", "encoder.layer")
+        if inner == "attn.qkv":
+            for part, piece in zip(("query", "key", "value"), tensor.chunk(3)):
+                out[f"{block}attention.attention.{part}{leaf}"] = piece.contiguous()
+        else:
+            out[block + names[inner] + leaf] = tensor
+    return out
+
+
+def write_safetensors(path, tensors):
+    header, body = {"__metadata__": {"format": "pt"}}, b""
+    for name, tensor in tensors.items():
+        raw = tensor.numpy().tobytes()
+        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [len(body), len(body) + len(raw)]}
+        body += raw
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + body)
+
+
+def test_every_layout_of_weights_gives_the_same_features(jax_arrays, tmp_path, capsys):
+    torch.manual_seed(0)
+    images = torch.randn(4, 3, 32, 32)
+    expected = jax_forward(jax_arrays, images)
+    timm, hugging = timm_tensors(jax_arrays), huggingface_tensors(jax_arrays)
+    np.savez(tmp_path / "a.npz", **jax_arrays)
+    np.savez(tmp_path / "b", **{f"opt/target/{k}": v for k, v in jax_arrays.items()}, **{"opt/target/pre_logits/bias": np.ones(3)})
+    torch.save(timm, tmp_path / "c.pth")
+    torch.save({"state_dict": {"module." + k: v for k, v in timm.items()}}, tmp_path / "d.bin", _use_new_zipfile_serialization=False)
+    write_safetensors(tmp_path / "e", timm)  # the name tells nothing
+    write_safetensors(tmp_path / "f.safetensors", hugging)
+    torch.save({"vit." + k if k[:4] != "clas" else k: v for k, v in hugging.items()}, tmp_path / "g.bin")
+    for path in sorted(tmp_path.iterdir()):
+        model = tiny_vit()
+        strategies.load_vit_weights(model, path, final_norm="pretrained")
+        assert (model(images) - expected).abs().max() < 1e-5, path
+        shown = capsys.readouterr().err
+        assert "30 tensors" in shown and ("head" in shown or "classifier" in shown)
+    own = tiny_vit()
+    torch.save({**model.state_dict(), "heads.head.weight": torch.ones(2, DIM)}, tmp_path / "own.pth")
+    strategies.load_vit_weights(own, tmp_path / "own.pth", final_norm="pretrained")
+    assert torch.equal(own(images), model(images))
+
+
+@pytest.mark.parametrize("mistake", ["swapped", "untransposed"])
+def test_wrong_mappings_would_be_noticed(jax_arrays, tmp_path, mistake):
+    """The comparison above is sharp: one layer with q and k swapped, or out_proj not transposed, is far off."""
+    images = torch.randn(4, 3, 32, 32)
+    expected = jax_forward(jax_arrays, images)
+    attention = "Transformer/encoderblock_1/MultiHeadDotProductAttention_1/"
+    if mistake == "swapped":
+        q, k = attention + "query/kernel", attention + "key/kernel"
+        jax_arrays[q], jax_arrays[k] = jax_arrays[k], jax_arrays[q]
+    else:
+        out = jax_arrays[attention + "out/kernel"]
+        jax_arrays[attention + "out/kernel"] = np.ascontiguousarray(out.reshape(DIM, DIM).T).reshape(out.shape)
+    np.savez(tmp_path / "a.npz", **jax_arrays)
+    model = tiny_vit()
+    strategies.load_vit_weights(model, tmp_path / "a.npz", final_norm="pretrained")
+    assert (model(images) - expected).abs().max() > 0.1
+
+
+def test_fresh_final_norm(jax_arrays, tmp_path):
+    np.savez(tmp_path / "a.npz", **jax_arrays)
+    model = tiny_vit()
+    strategies.load_vit_weights(model, tmp_path / "a.npz")
+    norms = model(torch.randn(4, 3, 32, 32)).norm(dim=1)
+    assert (norms - math.sqrt(DIM)).abs().max() < 1e-3 and model.encoder.ln.eps == 1e-5
+
+
+@pytest.mark.parametrize("change,words", [
+    (lambda a: {k: v for k, v in a.items() if "encoderblock_1" not in k}, "also needs encoder.layers.encoder_layer_1"),
+    (lambda a: {**a, **{k.replace("block_1", "block_2"): v for k, v in a.items() if "block_1" in k}}, "has no .*encoder_layer_2"),
+    (lambda a: {k: v for k, v in a.items() if "key/bias" not in k}, "also needs .*in_proj_bias"),
+    (lambda a: {**a, "Transformer/posembed_input/pos_embedding": a["cls"]}, r"pos_embedding is \(1, 1, 24\), expected \(1, 17, 24\)"),
+    (lambda a: {**a, "Transformer/gate/kernel": a["cls"]}, "does not know Transformer/gate/kernel"),
+    (lambda a: {"params/" + k.replace("Attention_1", "Attention_0"): v for k, v in a.items()}, "newer big_vision"),
+    (lambda a: {"weights": a["cls"]}, "no vision transformer in a known layout"),
+])
+def test_files_that_do_not_fit_are_refused(jax_arrays, tmp_path, change, words):
+    np.savez(tmp_path / "a.npz", **change(jax_arrays))
+    model = tiny_vit()
+    before = model.state_dict()["conv_proj.weight"].clone()
+    with pytest.raises(data.UserError, match=words):
+        strategies.load_vit_weights(model, tmp_path / "a.npz")
+    assert torch.equal(before, model.state_dict()["conv_proj.weight"])
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 cut short", b"\x80\x02 no pickle", b"<html>not found</html>"])
+def test_damaged_weight_files_get_one_sentence(tmp_path, content):
+    (tmp_path / "w").write_bytes(content)
+    with pytest.raises(data.UserError, match="cannot read the weights"):
+        strategies.load_vit_weights(tiny_vit(), tmp_path / "w")
+
+
+def test_weights_are_found_or_downloaded_or_asked_for(tmp_path, monkeypatch):
+    settings = SimpleNamespace(backbone="vit_b_16", weights="in21k", final_norm="fresh")
+    source = tmp_path / "there" / "B_16.npz"
+    monkeypatch.setitem(strategies.WEIGHTS, "in21k", source.as_uri())
+    with pytest.raises(data.UserError, match=r"fetch it by hand and put it at .*weights.B_16.npz"):
+        strategies.find_weights(settings, tmp_path / "data")
+    assert not list(tmp_path.glob("data/weights/*"))  # nothing half done remains
+    source.parent.mkdir()
+    source.write_bytes(b"content")
+    found = strategies.find_weights(settings, tmp_path / "data")
+    assert found == tmp_path / "data" / "weights" / "B_16.npz" and found.read_bytes() == b"content"
+    source.unlink()
+    assert strategies.find_weights(settings, tmp_path / "data") == found
+    for changes, words in ((dict(weights="none"), None), (dict(weights=str(found)), None),
+                           (dict(weights="nowhere.npz"), "nowhere.npz is not a file"), (dict(backbone="resnet18"), "no --weights in21k"),
+                           (dict(final_norm="new"), "--final-norm new is unknown")):
+        changed = SimpleNamespace(**{**vars(settings), **changes})
+        if words:
+            with pytest.raises(data.UserError, match=words):
+                strategies.find_weights(changed, tmp_path)
+        else:
+            assert strategies.find_weights(changed, tmp_path) == (None if "none" in changes.values() else found)
+
+
+def test_cars_recipe(jax_arrays, tmp_path, monkeypatch):
+    """SLCA's settings reach the optimiser, and training starts from the weights, at a fresh norm that a checkpoint keeps."""
+    settings = strategies.resolve_settings("finetune", "cars", "paper", {})
+    np.savez(tmp_path / "a.npz", **jax_arrays)
+
+    def backbone(name, size):
+        assert name == "vit_b_16" and size == 224
+        model = tiny_vit()
+        model.dim = DIM
+        return model
+
+    monkeypatch.setattr(strategies, "torchvision_backbone", backbone)  # strategies, when merged
+    strategy = strategies.STRATEGIES["finetune"](settings, 224)
+    strategy.weights_file = tmp_path / "a.npz"
+    tasks = [SimpleNamespace(index=t, classes=range(3 * t, 3 * t + 3)) for t in (0, 1)]
+    strategy.start(tasks[0])
+    assert torch.equal(strategy.net["backbone"].class_token.detach(), torch.from_numpy(jax_arrays["cls"]))
+    optimizer, scheduler = strategy.optimizer(tasks[0])
+    assert [(g["lr"], g["weight_decay"], g["momentum"]) for g in optimizer.param_groups] == [(1e-4, 5e-4, 0.9), (pytest.approx(0.01), 5e-4, 0.9)]
+    assert sum(len(g["params"]) for g in optimizer.param_groups) == 32 and dict(scheduler.milestones) == {40: 1}
+    head = strategy.net["head"]
+    assert head.weight.abs().max() < 0.1 and not head.bias.any() and strategy.epochs(0) == strategy.epochs(1) == 50
+    old = head.weight.detach().clone()
+    strategy.start(tasks[1])
+    strategy.loss(torch.randn(4, 3, 32, 32), torch.tensor([3, 4, 5, 5])).backward()
+    assert torch.equal(head.weight[:3].detach(), old) and not head.weight.grad[:3].any() and head.weight.grad[3:].any()
+    again = strategies.STRATEGIES["finetune"](settings, 224)
+    again.load_state(strategy.state())
+    assert again.net["backbone"].encoder.ln.eps == 1e-5
+    assert torch.equal(again.features(torch.ones(2, 3, 32, 32)), strategy.features(torch.ones(2, 3, 32, 32)))
 
 
 # ------------------------------------------------------------------------------------------------------------------

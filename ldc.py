@@ -9,6 +9,7 @@ command line:
 """
 import argparse
 import contextlib
+import copy
 import hashlib
 import json
 import os
@@ -303,6 +304,7 @@ class Drift:
         return self.fitted[kind, solver]
 
 
+MEMORY = (1, 5, 10, 20, 50)  # images per class that the nme rows keep
 COMPENSATORS = {
     "none": lambda p, drift: p,
     "sdc": lambda p, drift: sdc_update(p, drift.feats_old, drift.feats_new, drift.options.sdc_sigma),
@@ -313,11 +315,7 @@ COMPENSATORS = {
     "adc": lambda p, drift: adc_update(p, drift.images, drift.old_model, drift.new_model, feats_old=drift.feats_old,
                                        alpha=drift.options.adc_alpha, steps=drift.options.adc_steps,
                                        nearest=drift.options.adc_images, limits=drift.limits),
-    "nme-1": lambda p, drift: drift.reopened.exemplar_means(1),
-    "nme-5": lambda p, drift: drift.reopened.exemplar_means(5),
-    "nme-10": lambda p, drift: drift.reopened.exemplar_means(10),
-    "nme-20": lambda p, drift: drift.reopened.exemplar_means(20),
-    "nme-50": lambda p, drift: drift.reopened.exemplar_means(50),
+    **{f"nme-{m}": lambda p, drift, m=m: drift.reopened.exemplar_means(m) for m in MEMORY},
     "oracle": lambda p, drift: drift.reopened.means,
     # ours, not in the paper
     "sdc-unit": lambda p, drift: sdc_update(p, drift.feats_old, drift.feats_new, drift.options.sdc_sigma, unit=True),
@@ -350,8 +348,7 @@ OPTIONS_BY_SCALE = {  # demo: with a few hundred images a task, small batches ke
     "demo": dict(ldc_batch_size=16, adc_images=20),
     "smoke": dict(ldc_epochs=2, ldc_passes=1, adc_images=4),
 }
-EXEMPLARS = 50  # images per class that the largest nme row keeps
-OLD_IMAGE_ROWS = ("nme-1", "nme-5", "nme-10", "nme-20", "nme-50", "oracle")  # the rows that are not exemplar-free
+OLD_IMAGE_ROWS = ("oracle", *(f"nme-{m}" for m in MEMORY))  # the rows that are not exemplar-free
 LDA_ROWS = ("ldc-ridge", "oracle")  # rows that are also read out with lda, as <row>+lda
 
 
@@ -416,7 +413,8 @@ def observe_drift(old, new, task, feats_new, options, seed, reopened):
 
 def score(predictions, labels, sizes=()):
     """Accuracy in % over all test images, and on those of each task (sizes: classes per task)."""
-    correct, edges = (predictions == labels).double(), torch.tensor([0, *sizes]).cumsum(0).tolist()
+    correct, labels = precise(predictions == labels).cpu(), labels.cpu()
+    edges = torch.tensor([0, *sizes]).cumsum(0).tolist()
     return (100 * correct.mean().item(),
             [100 * correct[(labels >= a) & (labels < b)].mean().item() for a, b in zip(edges[:-1], edges[1:])])
 
@@ -441,7 +439,7 @@ class Run:
             compensators = ["none"]
         self.stores = {f"{f:g}": {name: PrototypeStore() for name in compensators} for f in strategy.label_fractions}
         self.rows = {fraction: {} for fraction in self.stores}
-        self.exemplars = {}  # class -> herding order of its first EXEMPLARS images
+        self.exemplars = {}  # class -> its images in the order that nme would keep them
         self.tasks_done, self.model = 0, None
 
     def learn_task(self):
@@ -496,7 +494,7 @@ class Run:
                 if name in LDA_ROWS:
                     store.add_scatter(part, of, task.classes)
         for c in task.classes:
-            self.exemplars[c] = herding(feats[task.labels == c], EXEMPLARS)
+            self.exemplars[c] = herding(feats[task.labels == c], max(MEMORY))
 
     def readouts(self, stores):
         """(row, prototypes, classifier of (features, prototypes)): NCM, lda where there is a covariance, a strategy's own head."""
@@ -658,6 +656,14 @@ class Progress:
             f.write(json.dumps({"time": round(time.time(), 1), **event}) + "\n")
 
 
+def seconds_per_image(strategy, image_size):
+    """Time of one training step per image, from a copy of the backbone; the frozen network of LwF makes it a third more."""
+    backbone, images = copy.deepcopy(strategy.net["backbone"]), torch.rand(16, 3, image_size, image_size, device=strategy.device)
+    start = time.perf_counter()
+    strategy.embed(images, backbone).sum().backward()
+    return (time.perf_counter() - start) / len(images) * 4 / 3
+
+
 def duration(seconds):
     hours, rest = divmod(int(seconds), 3600)
     return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
@@ -755,7 +761,7 @@ def first_task_file(args, identity, strategy):
     key.update({name: args.settings[name] for name in settings})
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:8]
     folder = Path(args.out_dir, args.scale, args.dataset, "first-task")
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     return folder / f"{recipe}-seed{identity['seed']}-{digest}.pt"
 
 
@@ -765,7 +771,13 @@ def learn_all(run, folder, context):
     counts = [sum(stream.dataset.train_counts[c] for c in stream.class_order[sum(stream.sizes[:t]):sum(stream.sizes[:t + 1])])
               for t in range(stream.num_tasks)]
     passes = [strategy.epochs(t) * (sum(counts[:t + 1]) if strategy.reads_old_tasks else n) for t, n in enumerate(counts)]
-    progress = Progress(sum(passes[run.tasks_done:]), folder / "log.jsonl")
+    if run.first_task_file.exists():
+        passes[0] = 0
+    ahead = sum(passes[run.tasks_done:])
+    if context["scale"] == "paper" and strategy.device.type == "cpu" and context["dataset"] != "demo":
+        print(f"The paper's setting takes about {duration(seconds_per_image(strategy, stream.dataset.image_size) * ahead)} (h:m:s) on this "
+              "CPU; --scale small shows the same in an hour or two.", file=sys.stderr)
+    progress = Progress(ahead, folder / "log.jsonl")
     progress.write(context)
     strategy.monitor.on_step, strategy.monitor.on_epoch = progress.step, progress.epoch
     write_json(folder / "result.json", {**context, **run.result()})
@@ -787,7 +799,7 @@ def learn_all(run, folder, context):
 class Classifier:
     """The backbone and prototypes that a run left behind: image files in, (class name, cosine similarity) out."""
 
-    def __init__(self, folder, row="ldc", device="cpu"):
+    def __init__(self, folder, row=None, device="cpu"):
         import data
         import strategies
         folder = Path(folder)
@@ -798,6 +810,7 @@ class Classifier:
         strategy = strategies.STRATEGIES[args["strategy"]](args["settings"], self.transform.image_size, device=device)
         strategy.load_state(state["strategy"])
         stores = list(state["stores"].values())[-1]  # the largest share of labels
+        row = row or ("ldc" if "ldc" in stores else "none")
         if row not in stores:
             raise data.UserError(f"{folder} has no row {row}; it has {', '.join(stores)}.")
         self.model, self.prototypes, self.names, self.device = strategy.snapshot(), stores[row]["means"], state["class_names"], device
@@ -849,7 +862,7 @@ def build_parser():
     add = parser.add_argument_group("a finished run").add_argument
     add("--predict", nargs="+", metavar="IMAGE", help="classify image files with the run in --run and stop")
     add("--run", help="folder of that run")
-    add("--row", default="ldc", choices=list(COMPENSATORS), metavar="ROW", help="whose prototypes --predict uses")
+    add("--row", choices=list(COMPENSATORS), metavar="ROW", help="whose prototypes --predict uses (default: ldc where there is one)")
     add = parser.add_argument_group("settings of the strategy (default: the preset of strategy, data set and scale)").add_argument
     values = {name: value for preset in strategies.PRESETS.values() for part in preset.values() for name, value in part.items()}
     for name, text in strategies.SETTINGS.items():

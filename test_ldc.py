@@ -1777,21 +1777,19 @@ def open_run(*flags):
 
 
 def test_learning_floor(tmp_path):
-    """After the first tasks of the demo, prototypes moved by LDC beat those left alone and do not beat the oracle.
+    """After three tasks of the demo, prototypes moved by LDC beat those left alone and do not beat the oracle.
 
     Removing the compensation, COMPENSATORS["ldc"] = lambda p, drift: p, fails this test.
     """
-    for seed in (0, 1):
-        run = open_run("--seed", str(seed), "--out-dir", str(tmp_path), "--compensators", "none", "ldc", "ldc-ridge", "oracle")
-        for _ in range(4):
-            run.learn_task()
-        rows = run.rows["1"]
-        assert rows["none"]["accuracy"][0] > 60  # the backbone learns
-        for name in ("ldc", "ldc-ridge"):
-            assert rows[name]["A_inc"] > rows["none"]["A_inc"] + 2
-            assert rows[name]["A_inc"] < rows["oracle"]["A_inc"] + 1
-            distance = [sum(row["oracle_distance"][-1][:15]) / 15 for row in (rows[name], rows["none"])]
-            assert distance[0] < 0.7 * distance[1]
+    run = open_run("--out-dir", str(tmp_path), "--compensators", "none", "ldc", "ldc-ridge", "oracle")
+    for _ in range(3):
+        run.learn_task()
+    rows = run.rows["1"]
+    assert rows["none"]["accuracy"][0] > 70  # the backbone learns
+    for name in ("ldc", "ldc-ridge"):
+        assert rows["none"]["A_inc"] + 2 < rows[name]["A_inc"] < rows["oracle"]["A_inc"] + 1
+        distance, left_alone = (sum(row["oracle_distance"][-1][:10]) for row in (rows[name], rows["none"]))
+        assert distance < 0.8 * left_alone
 
 
 def test_result_files(smoke):

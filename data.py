@@ -819,22 +819,26 @@ class Transform:
 class Dataset(Transform):
     """The images of a data set by class, with its augmentations."""
 
-    def __init__(self, name, class_names, train, test, clean=None, image_size=None):
+    def __init__(self, name, class_names, train, test, clean=None, image_size=None, limit=None):
         super().__init__(name, image_size)
         self.class_names, self.num_classes = class_names, len(class_names)
         self.class_list_md5 = hashlib.md5("\n".join(class_names).encode()).hexdigest()
-        self.train_images, self.test_images = train.of, test.of  # class -> uint8 (n, 3, S, S), a view of the cache
-        self.train_clean_images = (clean or train).of
-        self.train_counts, self.test_counts = train.counts, test.counts
+        # class -> uint8 (n, 3, S, S), a view of the cache; at most `limit` images, for quick trials
+        self.train_images, self.test_images = lambda c: train.of(c)[:limit], lambda c: test.of(c)[:limit]
+        self.train_clean_images = (lambda c: clean.of(c)[:limit]) if clean else self.train_images
+        self.train_counts, self.test_counts = ([min(n, limit or n) for n in split.counts] for split in (train, test))
 
 
-def load(name, data_dir="data", *, image_size=None, class_list=None, workers=None, quiet=False):
-    """Find, decode once (see cached) and open a data set; UserError with one sentence where that is impossible."""
+def load(name, data_dir="data", *, image_size=None, class_list=None, limit=None, workers=None, quiet=False):
+    """Find, decode once (see cached) and open a data set; UserError with one sentence where that is impossible.
+
+    limit: use only the first so many training and test images of each class.
+    """
     spec, data_dir = Transform(name, image_size).spec, Path(data_dir)
     if class_list and name not in ("imagenet100", "folder"):
         raise UserError(f"--class-list is for imagenet100 and folder, not for {name}")
     if name == "demo":
-        return Dataset(name, *demo_images(spec.size))
+        return Dataset(name, *demo_images(spec.size), limit=limit)
     if not data_dir.is_dir() and name not in ("cifar100", "tinyimagenet"):  # those two can be downloaded
         raise UserError(f"the data folder {data_dir} does not exist: create it or name another with --data-dir")
     found = spec.find(data_dir, class_list)
@@ -856,7 +860,7 @@ def load(name, data_dir="data", *, image_size=None, class_list=None, workers=Non
 
     train, test_form = split("train", spec.train), spec.test or spec.train
     clean = split("train", test_form) if spec.test else None
-    return Dataset(name, found.names, train, split("test", test_form), clean, image_size)
+    return Dataset(name, found.names, train, split("test", test_form), clean, image_size, limit)
 
 
 def short_hash(thing):
@@ -872,7 +876,7 @@ TEXTURES = ("plain", "striped")
 PALETTES = {"red": ((0.9, 0.25, 0.2), (0.95, 0.8, 0.3)), "blue": ((0.2, 0.35, 0.85), (0.4, 0.85, 0.8)),
             "green": ((0.2, 0.6, 0.2), (0.75, 0.9, 0.35)), "violet": ((0.55, 0.2, 0.7), (0.9, 0.6, 0.85)),
             "grey": ((0.25, 0.25, 0.25), (0.9, 0.9, 0.9))}
-DEMO_TRAIN, DEMO_TEST = 80, 40
+DEMO_TRAIN, DEMO_TEST = 200, 40
 
 
 def demo_images(side):

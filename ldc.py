@@ -331,7 +331,7 @@ OPTIONS = {  # name -> (value, help); P paper, S supplement, ldc the authors' co
     "ldc_epochs": (20, "epochs of Adam on p_F"),  # P
     "ldc_lr": (1e-3, "learning rate of Adam on p_F"),  # P
     "ldc_batch_size": (128, "images per step of Adam on p_F"),  # ldc
-    "ldc_passes": (2, "augmented passes whose features are kept and reused over the epochs; as many as epochs is the authors' way"),
+    "ldc_passes": (1, "augmented passes whose features are kept and reused over the epochs; as many as epochs is the authors' way"),
     "ridge": (1e-3, "strength of the row ldc-ridge's pull towards the identity"),
     "lda_shrink": (1.0, "strength of the lda read-out's pull towards a spherical covariance"),
     "sdc_sigma": (0.3, "width of SDC's kernel"),  # S
@@ -344,8 +344,8 @@ OPTIONS_BY_DATASET = {
     "imagenet100": dict(sdc_sigma=1.0),  # S
     "cars": dict(projector="mlp", ldc_lr=5e-3, ldc_epochs=100),  # P, Table 2
 }
-OPTIONS_BY_SCALE = {  # demo: with a few hundred images a task, small batches keep Adam at about half the paper's 800 steps
-    "demo": dict(ldc_batch_size=16, adc_images=20),
+OPTIONS_BY_SCALE = {  # demo: small batches give Adam about the paper's number of steps, 800, on fewer images
+    "demo": dict(ldc_batch_size=50, adc_images=20),
     "smoke": dict(ldc_epochs=2, ldc_passes=1, adc_images=4),
 }
 OLD_IMAGE_ROWS = ("oracle", *(f"nme-{m}" for m in MEMORY))  # the rows that are not exemplar-free
@@ -692,7 +692,7 @@ def identity_of(args, seed):
     """What makes two runs the same experiment; the content of args.json."""
     return {"dataset": args.dataset, "strategy": args.strategy, "scale": args.scale, "seed": seed,
             "order_seed": seed if args.order_seed is None else args.order_seed, "tasks": args.tasks,
-            "first_classes": args.first_classes, "image_size": args.image_size, "class_list": args.class_list,
+            "first_classes": args.first_classes, "image_size": args.image_size, "class_list": args.class_list, "limit": args.limit,
             "settings": args.settings, "options": args.options, "compensators": args.compensators}
 
 
@@ -745,7 +745,8 @@ def open_run(args, identity):
     monitor, device = strategies.Monitor(), torch.device(args.device)
     with monitor.phase("load"):
         weights = strategies.find_weights(SimpleNamespace(**args.settings), args.data_dir)  # first: a missing file is said at once
-        dataset = data.load(args.dataset, args.data_dir, image_size=args.image_size, class_list=args.class_list, workers=args.workers)
+        dataset = data.load(args.dataset, args.data_dir, image_size=args.image_size, class_list=args.class_list,
+                            limit=args.limit, workers=args.workers)
     stream = data.TaskStream(dataset, tasks=args.tasks, first_classes=args.first_classes, seed=identity["order_seed"], device=device)
     strategy = strategies.STRATEGIES[args.strategy](args.settings, dataset.image_size, seed=identity["seed"], device=device,
                                                     amp=args.amp, compile=args.compile)
@@ -757,7 +758,7 @@ def open_run(args, identity):
 def first_task_file(args, identity, strategy):
     """Where strategies that learn the first task alike (LwF, FeTrIL, FeCAM; PFR, CaSSLe) keep it for each other."""
     recipe, settings = strategy.first_task
-    key = {name: identity[name] for name in ("seed", "order_seed", "tasks", "first_classes", "image_size", "class_list")}
+    key = {name: identity[name] for name in ("seed", "order_seed", "tasks", "first_classes", "image_size", "class_list", "limit")}
     key.update({name: args.settings[name] for name in settings})
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:8]
     folder = Path(args.out_dir, args.scale, args.dataset, "first-task")
@@ -846,9 +847,10 @@ def build_parser():
         "the epochs; demo, smoke: less (default: demo for generated images, else paper)")
     add("--seed", type=int, nargs="+", default=[0], help="one run each; governs class order, initialisation and all draws")
     add("--order-seed", type=int, help="class order from a seed of its own (default: the run's seed)")
-    add("--tasks", type=int, default=10, help="number of tasks")
+    add("--tasks", type=int, help="number of tasks (default: 10, and 5 for the demo)")
     add("--first-classes", type=int, help="classes in the first task (default: as many as in the others)")
     add("--image-size", type=int, help="resolution for --dataset folder")
+    add("--limit", type=int, help="use only so many images of each class, for a quick trial (default: all; 20 at scale smoke)")
     add("--class-list", help="file with one class folder a line, for imagenet100 and folder")
     add("--compensators", nargs="+", choices=list(COMPENSATORS), default=list(COMPENSATORS), metavar="ROW", help="rows to compute")
     add("--out-dir", default="runs", help="results go to <out-dir>/<scale>/<dataset>/<strategy>/seed<k>; an interrupted run goes on there")
@@ -877,7 +879,12 @@ def resolve(args):
     """Fill in what depends on other flags: scale, device, settings, options; UserError where they contradict each other."""
     import strategies
     from data import UserError
-    args.scale = args.scale or ("demo" if args.dataset == "demo" else "paper")
+    demo = args.dataset == "demo"
+    args.scale = args.scale or ("demo" if demo else "paper")
+    args.tasks = (5 if demo else 10) if args.tasks is None else args.tasks
+    args.limit = strategies.SCALES[args.scale]["limit"] if args.limit is None else args.limit
+    if args.limit is not None and args.limit < 1:
+        raise UserError(f"--limit {args.limit} leaves no image: expected at least 1.")
     flags = vars(args)
     args.settings = strategies.resolve_settings(args.strategy, args.dataset, args.scale,
                                                 {n: flags[n] for n in strategies.SETTINGS if n in flags})

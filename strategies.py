@@ -109,10 +109,10 @@ PRESETS = {  # strategy -> data set -> settings; "*" holds what all data sets sh
 }
 
 SCALES = {  # one rule for every strategy: epochs, milestones and warm-ups shrink by a factor, width and batch are capped
-    "paper": dict(first_epochs=1.0, epochs=1.0, width=64, batch_size=1024),
-    "small": dict(first_epochs=0.25, epochs=0.15, width=16, batch_size=1024),
-    "demo": dict(first_epochs=0.2, epochs=0.2, width=8, batch_size=32),
-    "smoke": dict(first_epochs=0.01, epochs=0.01, width=8, batch_size=32),
+    "paper": dict(first_epochs=1.0, epochs=1.0, width=64, batch_size=1024, limit=None),
+    "small": dict(first_epochs=0.25, epochs=0.15, width=16, batch_size=1024, limit=None),
+    "demo": dict(first_epochs=0.1, epochs=0.08, width=8, batch_size=32, limit=None),
+    "smoke": dict(first_epochs=0.01, epochs=0.01, width=8, batch_size=32, limit=20),  # images per class
 }
 
 

@@ -31,6 +31,10 @@ import ldc
 import strategies
 
 HERE = Path(__file__).parent
+
+# Small tensors gain nothing from two threads; and runs in this process and in others repeat each other to the last bit.
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
 NEAREST, BILINEAR, BICUBIC = InterpolationMode.NEAREST, InterpolationMode.BILINEAR, InterpolationMode.BICUBIC
 
 
@@ -47,15 +51,6 @@ def pictures(n=24, side=32, seed=0):
     images[-1] = 77
     images[-2, :, :, side // 2:] = 200
     return torch.from_numpy(images.clip(0, 255).astype(np.uint8))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Small tensors gain nothing from two, and lose much where other work runs on the same cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

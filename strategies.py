@@ -85,7 +85,8 @@ SLCA_CARS = dict(  # Table 2: "same settings and hyperparameters as SLCA"; slca 
     first_lr=1e-4, lr=1e-4, head_lr_factor=100.0,  # slca bcb_lrscale 1/100: head .01, backbone 1e-4
 )
 PASS_SETTINGS = dict(  # pycil exps/pass.json; S gives the two lambdas
-    BACKBONE, batch_size=64, epochs=101, lr=1e-3, weight_decay=2e-4, milestones=(45, 90),  # StepLR 45
+    BACKBONE, batch_size=64, first_epochs=101, epochs=101, lr=1e-3, weight_decay=2e-4,
+    first_milestones=(45, 90), milestones=(45, 90),  # StepLR 45
     temperature=0.1, lambda_fkd=10.0, lambda_proto=10.0,
 )
 EFC_SETTINGS = dict(  # efc scripts/experiments_efc.sh and its defaults
@@ -805,7 +806,7 @@ class Pass(OwnClassifier):
     """
 
     rows_per_class = 4
-    first_task = "pass", (*BACKBONE, "batch_size", "epochs", "lr", "weight_decay", "milestones", "temperature")
+    first_task = "pass", (*BACKBONE, "batch_size", "first_epochs", "lr", "weight_decay", "first_milestones", "temperature")
 
     def build_heads(self, dim):
         return {"head": LinearHead(dim, uniform_rows(math.sqrt(3)))}
@@ -816,13 +817,11 @@ class Pass(OwnClassifier):
         # B * floor(C_old / C_new), and B where the new task is the larger one
         self.draws = self.settings.batch_size * max(1, task.classes.start // len(task.classes))
 
-    def epochs(self, index):
-        return self.settings.epochs
-
     def optimizer(self, task):
         s = self.settings
         optimizer = torch.optim.Adam(self.net.parameters(), lr=s.lr, weight_decay=s.weight_decay)
-        return optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, list(s.milestones), 0.1)
+        milestones = s.milestones if task.index else s.first_milestones
+        return optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, list(milestones), 0.1)
 
     def loss(self, x, y):
         s, head, x = self.settings, self.net["head"], rotate4(x)

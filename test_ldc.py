@@ -812,6 +812,16 @@ def agree(ours, theirs, tolerance=1e-4):
     assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max()
 
 
+def test_golden_class_order():
+    g = golden("class_order")
+    for i, seed in enumerate(g["seeds"].tolist()):
+        for classes in (100, 200):
+            order = data.class_order(classes, seed)
+            assert order == g[f"order_{classes}"][i].tolist()
+            assert [order.index(c) for c in range(classes)] == g[f"newlabel_{classes}"][i].tolist()
+            assert data.task_sizes(classes, 10) == g[f"task_sizes_{classes}"][i].tolist()
+
+
 def test_golden_cosine_head_keeps_its_logits_as_it_grows():
     g = golden("cosine_head")
     head = strategies.CosineHead(24)

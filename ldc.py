@@ -270,8 +270,8 @@ def ncm(feats, prototypes, metric="cosine"):
 
 def lda(feats, prototypes, covariance, shrink=1.0):
     """Ours: nearest class mean by cosine after whitening with one pooled covariance (d, d) -> class indices (N,)."""
-    d = len(covariance)
-    regular = covariance + shrink * covariance.diagonal().mean() * torch.eye(d, dtype=covariance.dtype, device=covariance.device)
+    level = (shrink * covariance.diagonal().mean()).clamp(min=1e-6)  # one labelled image a class has no scatter: plain NCM
+    regular = covariance + level * torch.eye(len(covariance), dtype=covariance.dtype, device=covariance.device)
     whiten = torch.linalg.inv(torch.linalg.cholesky(regular)).T.to(feats)
     return ncm(feats @ whiten, prototypes @ whiten)
 
@@ -296,7 +296,7 @@ class Drift:
         """p_F of Eq. 1, fitted once and shared by all prototypes that it moves."""
         if (kind, solver) not in self.fitted:
             o = self.options
-            feats = (self.feats_old, self.feats_new) if solver == "ridge" else self.views
+            feats = self.views if solver == "adam" and self.views[0] else (self.feats_old, self.feats_new)
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(self.seed)  # a resumed run fits what an undisturbed one fits
                 self.fitted[kind, solver] = fit_projector(*feats, projector=kind, solver=solver, epochs=o.ldc_epochs,
@@ -331,7 +331,7 @@ OPTIONS = {  # name -> (value, help); P paper, S supplement, ldc the authors' co
     "ldc_epochs": (20, "epochs of Adam on p_F"),  # P
     "ldc_lr": (1e-3, "learning rate of Adam on p_F"),  # P
     "ldc_batch_size": (128, "images per step of Adam on p_F"),  # ldc
-    "ldc_passes": (1, "augmented passes whose features are kept and reused over the epochs; as many as epochs is the authors' way"),
+    "ldc_passes": (1, "augmented passes whose features are kept and reused over the epochs; as many as epochs is the authors' way, 0 the clean images"),
     "ridge": (1e-3, "strength of the row ldc-ridge's pull towards the identity"),
     "lda_shrink": (1.0, "strength of the lda read-out's pull towards a spherical covariance"),
     "sdc_sigma": (0.3, "width of SDC's kernel"),  # S
@@ -344,6 +344,8 @@ OPTIONS_BY_DATASET = {
     "imagenet100": dict(sdc_sigma=1.0),  # S
     "cars": dict(projector="mlp", ldc_lr=5e-3, ldc_epochs=100),  # P, Table 2
 }
+OPTIONS_BY_STRATEGY = {name: dict(ldc_lr=5e-3, ldc_epochs=100, ldc_batch_size=256, ldc_passes=0)  # P, section 4.3; batch ours
+                       for name in ("pfr", "cassle", "pocon", "nncsl")}
 OPTIONS_BY_SCALE = {  # demo: small batches give Adam about the paper's number of steps, 800, on fewer images
     "demo": dict(ldc_batch_size=50, adc_images=20),
     "smoke": dict(ldc_epochs=2, ldc_passes=1, adc_images=4),
@@ -352,10 +354,11 @@ OLD_IMAGE_ROWS = ("oracle", *(f"nme-{m}" for m in MEMORY))  # the rows that are 
 LDA_ROWS = ("ldc-ridge", "oracle")  # rows that are also read out with lda, as <row>+lda
 
 
-def resolve_options(dataset, scale, overrides):
-    """Settings of the compensators: flag > scale > data set > default."""
+def resolve_options(dataset, strategy, scale, overrides):
+    """Settings of the compensators: flag > scale > strategy > data set > default."""
     defaults = {name: value for name, (value, _) in OPTIONS.items()}
-    return {**defaults, **OPTIONS_BY_DATASET.get(dataset, {}), **OPTIONS_BY_SCALE.get(scale, {}), **overrides}
+    return {**defaults, **OPTIONS_BY_DATASET.get(dataset, {}), **OPTIONS_BY_STRATEGY.get(strategy, {}),
+            **OPTIONS_BY_SCALE.get(scale, {}), **overrides}
 
 
 @torch.no_grad()
@@ -377,7 +380,7 @@ class Reopened:
             feats = extract(model, task.clean_images, task.clean)
             store.add(feats, task.labels, task.classes)
             store.add_scatter(feats, task.labels, task.classes)
-            kept += [feats[task.labels == c][exemplars[c]] for c in task.classes]
+            kept += [feats[task.labels == c][exemplars[c]] for c in task.classes if c in exemplars]
         self.means, self.factor, self.count, self.kept = store.means, store.factor, store.count, kept
 
     def exemplar_means(self, m):
@@ -493,7 +496,7 @@ class Run:
                 store.add(part, of, task.classes)
                 if name in LDA_ROWS:
                     store.add_scatter(part, of, task.classes)
-        for c in task.classes:
+        for c in task.classes if any(name.startswith("nme") for name in stores) else ():
             self.exemplars[c] = herding(feats[task.labels == c], max(MEMORY))
 
     def readouts(self, stores):
@@ -831,6 +834,8 @@ class Classifier:
 
 def flag_type(value):
     """argparse arguments for a flag whose preset holds this value."""
+    if isinstance(value, bool):
+        return {"action": argparse.BooleanOptionalAction}
     return {"type": type(value[0]), "nargs": "+"} if isinstance(value, tuple) else {"type": type(value)}
 
 
@@ -888,7 +893,7 @@ def resolve(args):
     flags = vars(args)
     args.settings = strategies.resolve_settings(args.strategy, args.dataset, args.scale,
                                                 {n: flags[n] for n in strategies.SETTINGS if n in flags})
-    args.options = resolve_options(args.dataset, args.scale, {n: flags[n] for n in OPTIONS if n in flags})
+    args.options = resolve_options(args.dataset, args.strategy, args.scale, {n: flags[n] for n in OPTIONS if n in flags})
     for name, expected in (("projector", tuple(PROJECTORS)), ("metric", ("cosine", "euclidean"))):
         if args.options[name] not in expected:
             raise UserError(f"--{name} {args.options[name]} is unknown; expected one of {', '.join(expected)}.")

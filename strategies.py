@@ -6,6 +6,7 @@ To add one: write a class, enter it in STRATEGIES, give it its settings in PRESE
 """
 import contextlib
 import copy
+import functools
 import http.client
 import json
 import math
@@ -18,6 +19,7 @@ import urllib.request
 import zipfile
 import zlib
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -53,7 +55,7 @@ SETTINGS = {  # name -> help text of the flag
     "head": "classifier that trains the backbone: cosine (the authors') or linear (SLCA's)",
     "head_lr_factor": "the head's learning rate over the backbone's",
     "head_epochs": "epochs of FeTrIL's linear classifier, on cached features",
-    "head_lr": "learning rate of FeTrIL's linear classifier, annealed to zero by a cosine",
+    "head_lr": "learning rate of FeTrIL's linear classifier, annealed to zero by a cosine; peak rate of NNCSL's",
     "head_weight_decay": "weight decay of FeTrIL's linear classifier",
     "tukey": "exponent that FeCAM applies to features; needs features that are never negative, 1 leaves them alone",
     "shrinkage": "FeCAM's pull of each covariance towards its mean variance and its mean covariance, applied twice",
@@ -63,6 +65,21 @@ SETTINGS = {  # name -> help text of the flag
     "eta_efm": "weight of EFC's pull along all directions",
     "efc_sigma": "width of EFC's kernel for the drift of its prototypes",
     "first_optimizer": "optimiser of EFC's first task: adam or sgd",
+    "projector_width": "width of the Barlow Twins projector",
+    "views": "augmentation of the two views: asymmetric (CaSSLe, PFR; solarises the second) or symmetric (POCON; SimCLR's)",
+    "warmup_epochs": "epochs in which the learning rate rises, in every task",
+    "warmup_lr": "learning rate that the rise starts from",
+    "final_lr": "learning rate at the end of NNCSL's cosine",
+    "barlow_lambda": "weight of the off-diagonal correlations in Barlow Twins",
+    "barlow_scale": "factor of the Barlow Twins loss, and of CaSSLe's distillation",
+    "lambda_distill": "weight of PFR's or CaSSLe's distillation",
+    "bn_leak": "pass images of all classes, past and future, through batch-norm, as CaSSLe's and PFR's CIFAR-100 code does",
+    "expert_epochs": "epochs of POCON's expert in every task; its main network learns for --first-epochs, then --epochs",
+    "lambda_retro": "weight of POCON's distillation from the old main network",
+    "pocon_projectors": "POCON's projectors: command (4 layers and linear, as its command line) or paper (2 layers each)",
+    "label_fractions": "shares of labelled images; prototypes are made and scored for each, from one backbone",
+    "label_fraction": "share of labelled images that training may use",
+    "buffer_size": "labelled images of old classes that NNCSL keeps, in total; 0 for none",
 }
 
 BACKBONE = dict(backbone="resnet18", stem="cifar", width=64, weights="none", final_norm="fresh")
@@ -95,6 +112,34 @@ EFC_SETTINGS = dict(  # efc scripts/experiments_efc.sh and its defaults
     lambda_efm=10.0, eta_efm=0.1, efc_sigma=0.2,
 )
 LWF = dict(SGD, lambda_kd=10.0, temperature=2.0)  # P, S
+# C: CaSSLe's code, PF: PFR's port into it, PO: POCON's code, N: NNCSL's code, P: the LDC paper, S: its supplement
+SELF_SUPERVISED = dict(
+    {**BACKBONE, "stem": "cifar-pad2"}, projector_width=2048, batch_size=256,  # C, PF, PO
+    momentum=0.9, bn_leak=False,  # differs: C and PF leak on CIFAR-100
+    label_fractions=(0.008, 0.05, 0.25, 1.0),  # P; 4, 25, 125 and 500 images of a CIFAR-100 class
+)
+BARLOW = dict(
+    SELF_SUPERVISED, views="asymmetric", barlow_lambda=0.005, barlow_scale=0.1,  # C, PF
+    first_epochs=500, epochs=500,  # S, C
+    lr=0.3, warmup_epochs=10, warmup_lr=0.003, weight_decay=1e-4,  # C, PF
+)
+CASSLE = dict(BARLOW, lambda_distill=1.0)  # C
+PFR = dict(BARLOW, lambda_distill=25.0)  # S; differs: PF's script leaves it at 1
+POCON = dict(
+    SELF_SUPERVISED, views="symmetric", barlow_lambda=0.0051, barlow_scale=0.025,  # PO
+    expert_epochs=500, first_epochs=500, epochs=250, lr=0.01, weight_decay=5e-4,  # PO
+    lambda_retro=25.0, pocon_projectors="command",  # PO
+)
+IMAGENET_SSL = dict(stem="standard", label_fractions=(0.01, 0.05, 0.25, 1.0))  # C, PO; P
+BARLOW_IMAGENET = dict(IMAGENET_SSL, first_epochs=400, epochs=400, lr=0.4)  # S, C
+NNCSL = dict(  # N, configs/nncsl/cifar100
+    {**BACKBONE, "stem": "cifar-pad2"}, batch_size=256, first_epochs=250, epochs=250,
+    lr=1.2, warmup_epochs=10, warmup_lr=0.08, final_lr=0.032, head_lr=0.12, momentum=0.9, weight_decay=1e-5,
+    label_fraction=0.05, buffer_size=500,  # P also 0.008, 0.25 and buffer 0
+)
+# ours, for a hundred steps: at 0.3, or with a short warm-up, LARS turns layers by a fifth a step and nothing is learnt
+BARLOW_DEMO = dict(projector_width=1024, lr=0.01, warmup_epochs=20, first_epochs=120, epochs=60)
+
 PRESETS = {  # strategy -> data set -> settings; "*" holds what all data sets share
     "finetune": {"*": SGD, **SGD_BY_DATASET, "cars": SLCA_CARS},
     "lwf": {"*": LWF, **SGD_BY_DATASET, "imagenet100": dict(stem="imagenet", lambda_kd=5.0)},  # S: lambda 5
@@ -107,13 +152,22 @@ PRESETS = {  # strategy -> data set -> settings; "*" holds what all data sets sh
     "efc": {"*": EFC_SETTINGS, **STEM_BY_DATASET, "imagenet100": dict(  # efc: the standard stem, SGD first, heads at 1e-4
         stem="standard", first_optimizer="sgd", first_lr=0.1, first_weight_decay=5e-4, first_epochs=160,
         first_milestones=(80, 120, 150), lr=1e-5, head_lr_factor=10.0)},
+    "pfr": {"*": PFR, "imagenet100": BARLOW_IMAGENET, "demo": BARLOW_DEMO},
+    "cassle": {"*": CASSLE, "imagenet100": BARLOW_IMAGENET, "demo": BARLOW_DEMO},
+    # PO publishes no ImageNet command: C's epochs in PO's proportions
+    "pocon": {"*": POCON, "imagenet100": dict(IMAGENET_SSL, expert_epochs=400, first_epochs=400, epochs=200)},
+    # N's 1 % configuration for all fractions; P: buffers 5120 and 500
+    "nncsl": {"*": NNCSL, "imagenet100": dict(stem="standard", batch_size=64, first_epochs=100, epochs=100, warmup_lr=0.3,
+                                              final_lr=0.064, buffer_size=5120),
+              "demo": dict(first_epochs=50, epochs=50, warmup_epochs=5, label_fraction=0.25)},  # ours
 }
 
-SCALES = {  # one rule for every strategy: epochs, milestones and warm-ups shrink by a factor, width and batch are capped
-    "paper": dict(first_epochs=1.0, epochs=1.0, width=64, batch_size=1024, limit=None),
-    "small": dict(first_epochs=0.25, epochs=0.15, width=16, batch_size=1024, limit=None),
-    "demo": dict(first_epochs=0.1, epochs=0.08, width=8, batch_size=32, limit=None),
-    "smoke": dict(first_epochs=0.01, epochs=0.01, width=8, batch_size=32, limit=20),  # images per class
+SCALES = {  # one rule for every strategy: epochs, milestones and warm-ups and batches shrink by a factor,
+    # the width is capped, and projectors shrink with it
+    "paper": dict(first_epochs=1.0, epochs=1.0, width=64, batch_size=1.0, limit=None),
+    "small": dict(first_epochs=0.25, epochs=0.15, width=16, batch_size=1.0, limit=None),
+    "demo": dict(first_epochs=0.1, epochs=0.08, width=8, batch_size=0.25, limit=None),
+    "smoke": dict(first_epochs=0.01, epochs=0.01, width=8, batch_size=0.25, limit=20),  # images per class
 }
 
 
@@ -126,8 +180,12 @@ def resolve_settings(strategy, dataset, scale, overrides):
             settings[name] = max(1, round(value * factor))
         elif name.endswith("milestones"):
             settings[name] = tuple(max(1, round(m * factor)) for m in value)
-        elif name in ("width", "batch_size"):
+        elif name == "batch_size":
+            settings[name] = round(value * rule[name])
+        elif name == "width":
             settings[name] = min(value, rule[name])
+        elif name.endswith("_width"):
+            settings[name] = round(value * min(1, rule["width"] / BACKBONE["width"]))
     unknown = [name for name in overrides if name not in settings]
     if unknown:
         raise UserError(f"strategy {strategy} has no setting --{unknown[0].replace('_', '-')}; "
@@ -142,6 +200,7 @@ STEMS = {  # kernel, stride, padding, max-pool
     "cifar": (3, 1, 1, False),  # CIFAR-100 and Tiny-ImageNet
     "imagenet": (3, 1, 1, True),  # the authors' ImageNet100 stem: layer 1 runs at half the image size
     "standard": (7, 2, 3, True),  # torchvision's
+    "cifar-pad2": (3, 1, 2, False),  # all self-supervised repositories: 34 x 34 maps, a quarter more work
 }
 
 
@@ -580,6 +639,132 @@ def efc_shares(known, seen, batch_size, rng):
 
 
 # ------------------------------------------------------------------------------------------------------------------
+# Self-supervised losses, LARS and schedules
+
+
+def barlow_twins_loss(z1, z2, lam=0.005, scale=0.1):
+    """Barlow Twins: scale * (sum_i (C_ii - 1)^2 + lam * sum_{i != j} C_ij^2), C the correlation of z1's and z2's columns.
+
+    z1, z2: (N, D). C is never made: sum C_ij^2 = <Z1 Z1^T, Z2 Z2^T> / N^2 with standardised Z, two N x N matrices.
+    """
+    z1, z2 = (F.batch_norm(z, None, None, training=True) for z in (z1, z2))  # biased variance, eps 1e-5
+    diagonal = (z1 * z2).mean(0)
+    total = ((z1 @ z1.T) * (z2 @ z2.T)).sum() / len(z1) ** 2
+    return scale * ((diagonal - 1).square().sum() + lam * (total - diagonal.square().sum()))
+
+
+def cosine_distance(predicted, target):
+    """PFR: minus the mean cosine between the rows of two (N, d) matrices."""
+    return -F.cosine_similarity(predicted, target).mean()
+
+
+def frobenius_distance(predicted, target):
+    """POCON: Frobenius norm of the difference of two (N, d) matrices with unit rows; neither squared nor averaged."""
+    difference = F.normalize(predicted, dim=1) - F.normalize(target, dim=1)
+    return (difference.square().sum() + 1e-12).sqrt()  # the floor keeps the gradient finite at zero
+
+
+def soft_neighbours(z, support, tau=0.1, smoothing=0.1):
+    """NNCSL, PAWS: class probabilities of z (n, d) by its similarity to support (m, K, d), m images of K classes -> (n, K).
+
+    softmax(cos(z, support) / tau) Y with labels Y smoothed over the K classes; as the softmax sums to one, so is its result.
+    """
+    similarity = F.normalize(z, dim=1) @ F.normalize(support, dim=2).flatten(0, 1).T
+    probability = F.softmax(similarity / tau, 1).unflatten(1, support.shape[:2]).sum(1)
+    return (1 - smoothing) * probability + smoothing / support.shape[1]
+
+
+def sharpen(p):
+    """p^4 / sum p^4, a temperature of 0.25."""
+    return p.pow(4) / p.pow(4).sum(1, keepdim=True)
+
+
+def cross_entropy(target, p):
+    return -(target * p.log()).sum(1).mean()
+
+
+def paws_loss(p):
+    """PAWS: each view predicts the other's sharpened assignment, small crops the mean of both.
+
+    p: (4B, K) by soft_neighbours for two large and two small views, in this order.
+    """
+    first, second = sharpen(p.detach()[:len(p) // 2]).chunk(2)
+    small = (first + second) / 2
+    target = torch.cat([second, first, small, small])
+    return cross_entropy(torch.where(target < 1e-4, 0.0, target), p)
+
+
+def memax_loss(p):
+    """PAWS: minus the entropy of the mean sharpened assignment, at least -log K; (n, K) -> scalar."""
+    mean = sharpen(p).mean(0)
+    return (mean * mean.log()).sum()
+
+
+def nncsl_loss(z, support, logits, labels, current, old_z=None, old_support=None):
+    """NNCSL: PAWS + ME-MAX + 0.005 cross-entropy on the support + 0.2 distillation of neighbour relations.
+
+    z: (4B, d) views; support: (m, K, d), its last `current` classes the current ones; logits: (mK, C) over the classes seen;
+    labels: (mK,); old_z, old_support: the same by the frozen network, None in the first task.
+    """
+    p, known = soft_neighbours(z, support[:, -current:]), support.shape[1] - current
+    loss = paws_loss(p) + memax_loss(p) + 0.005 * F.cross_entropy(logits, labels)
+    if old_z is None:
+        return loss
+    part = slice(0, known or current)  # the buffer's classes; the current ones where there is no buffer
+    return loss + 0.2 * cross_entropy(soft_neighbours(old_z, old_support[:, part]), soft_neighbours(z, support[:, part]))
+
+
+class LARS(torch.optim.Optimizer):
+    """SGD whose steps are scaled layer by layer: d = r (g + wd p) with r = trust |p| / (|g| + wd |p| + 1e-8).
+
+    CaSSLe's (clip): r <- min(r / lr, 1), v = mu v + d, p -= lr v. NNCSL's: v = mu v + lr d, p -= v.
+    A group with plain=True (biases, batch-norm) takes d = g. Nothing waits for the device.
+    """
+
+    def __init__(self, groups, lr, momentum, weight_decay, trust, clip, lr_in_velocity):
+        super().__init__(groups, dict(lr=lr, momentum=momentum, weight_decay=weight_decay, trust=trust, clip=clip,
+                                      lr_in_velocity=lr_in_velocity, plain=False))
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            velocity = [self.state[p].setdefault("velocity", torch.zeros_like(p)) for p in params]
+            direction = [p.grad for p in params] if group["plain"] else self.scaled(params, group)
+            before, after = (group["lr"], 1) if group["lr_in_velocity"] else (1, group["lr"])
+            torch._foreach_mul_(velocity, group["momentum"])
+            torch._foreach_add_(velocity, direction, alpha=before)
+            torch._foreach_add_(params, velocity, alpha=-after)
+
+    def scaled(self, params, group):
+        """d of every parameter; plain g where its norm or the gradient's is zero."""
+        grads, decay = [p.grad for p in params], group["weight_decay"]
+        p_norm, g_norm = (torch.stack(torch._foreach_norm(tensors)) for tensors in (params, grads))
+        ratio = group["trust"] * p_norm / (g_norm + decay * p_norm + 1e-8)
+        if group["clip"]:
+            ratio = (ratio / group["lr"]).clamp(max=1)
+        ratio = torch.where((p_norm > 0) & (g_norm > 0), ratio, 0)
+        decayed = torch._foreach_mul(torch._foreach_add(grads, params, alpha=decay), ratio.unbind())
+        return torch._foreach_add(decayed, torch._foreach_mul(grads, ((p_norm == 0) | (g_norm == 0)).to(ratio).unbind()))
+
+
+def cassle_lr(epoch, base, epochs, warmup, start):
+    """CaSSLe's learning rate in an epoch: linear from `start` to `base` in `warmup` epochs, then cosine to 0."""
+    if epoch < warmup:
+        return start + epoch * (base - start) / max(1, warmup - 1)
+    return base / 2 * (1 + math.cos(math.pi * (epoch - warmup) / max(1, epochs - warmup)))
+
+
+def nncsl_lr(step, peak, steps, warmup, start, final):
+    """NNCSL's learning rate in a step: linear from `start` to `peak` in `warmup` steps, then cosine to `final`."""
+    if step < warmup:
+        return start + (peak - start) * step / warmup
+    return final + (peak - final) / 2 * (1 + math.cos(math.pi * min(1, (step - warmup) / max(1, steps - warmup))))
+
+
+# ------------------------------------------------------------------------------------------------------------------
 # Training
 
 class Monitor:
@@ -636,6 +821,7 @@ class Strategy:
 
     frozen_after_first = False  # True where the backbone stands still after the first task: no drift, nothing to compensate
     rows_per_class = 1  # of the head
+    schedule_every = "epoch"  # or "step": when the learning rate moves
     weights_file = None  # pre-trained weights to begin with
     reads_old_tasks = False  # True only for methods that are not exemplar-free
     label_fractions = (1.0,)  # shares of labelled images that prototypes are made from
@@ -662,9 +848,19 @@ class Strategy:
         """f_{t-1} -> f_t with a fresh optimiser and schedule; the last epoch's weights are kept."""
         # one seed per (run, task): a run resumed at task t draws what an undisturbed one draws
         torch.manual_seed(self.seed * 1000 + task.index)
+        task = self.visible(task)
         self.start(task)
-        self.fit(task, *self.optimizer(task), self.epochs(task.index))
+        for epochs in self.phases(task):
+            self.fit(task, *self.optimizer(task), epochs)
         self.finish(task)
+
+    def visible(self, task):
+        """What training may look at: all of the task, unless a strategy hides labels or images from itself."""
+        return task
+
+    def phases(self, task):
+        """Epochs of each phase of a task; a strategy with several prepares a phase, then yields its epochs."""
+        yield self.epochs(task.index)
 
     def start(self, task):
         if self.weights_file and task.index == 0:
@@ -710,9 +906,12 @@ class Strategy:
                     optimizer.zero_grad(set_to_none=True)
                     loss.backward()
                     optimizer.step()
+                    if self.schedule_every == "step":
+                        scheduler.step()
                 losses.append(loss.detach())
                 self.monitor.step(len(batch[0]))
-            scheduler.step()
+            if self.schedule_every == "epoch":
+                scheduler.step()
             self.monitor.epoch(task.index, epoch, losses)
 
     # Forward passes: convolutions in bfloat16 where amp is on; features, heads and losses in float32
@@ -1009,4 +1208,277 @@ class EFC(OwnClassifier):
         self.memory = {"means": means, "factors": factors, "E": feature_matrix(feats, self.net["head"].weight, s.batch_size)}
 
 
-STRATEGIES = {"finetune": Finetune, "lwf": LwF, "joint": Joint, "pass": Pass, "fetril": FeTrIL, "fecam": FeCAM, "efc": EFC}
+def mlp(*widths):
+    """Linear layers of these widths, batch-norm and ReLU between them: (B, widths[0]) -> (B, widths[-1])."""
+    # some repositories drop the biases before batch-norm; batch-norm takes them out again anyway
+    layers = [layer for a, b in zip(widths, widths[1:]) for layer in (nn.Linear(a, b), nn.BatchNorm1d(b), nn.ReLU())]
+    return nn.Sequential(*layers[:-2])
+
+
+@dataclass
+class Target:
+    """A distillation target, weight * sum over the views of distance(predictor(u(x_i)), u'(x_i)), u' frozen."""
+    net: nn.ModuleDict  # frozen; in train mode its batch-norm uses the batch's statistics
+    predictor: nn.Module
+    tap: str  # what u is: "backbone" for features, "projector" for what the Barlow Twins projector makes of them
+    distance: object
+    weight: float
+
+
+class BarlowTwins(Strategy):
+    """Barlow Twins with a list of distillation targets: the trainer of PFR, CaSSLe and POCON. No label is read."""
+
+    first_task = "barlow", tuple(name for name in BARLOW if name not in ("epochs", "label_fractions"))
+
+    def build_heads(self, dim):
+        width = self.settings.projector_width
+        return {"projector": mlp(dim, width, width, width)}
+
+    @property
+    def label_fractions(self):
+        return self.settings.label_fractions
+
+    def visible(self, task):
+        return task.without_labels()
+
+    def start(self, task):
+        """One network learns by itself; after the first task also from its frozen self, by a predictor that persists."""
+        self.net.train()
+        self.student, self.with_barlow, self.trained, self.targets = None, True, self.net, []
+        if task.index:
+            if "predictor" not in self.net:
+                self.net["predictor"] = self.build_predictor().to(self.device)
+            # train mode, as CaSSLe and PFR leave it; this copy is not the f_{t-1} of snapshot()
+            self.targets = [self.target(frozen(self.net).train())]
+
+    def batches(self, task, generator):
+        s = self.settings
+        if s.views not in ("asymmetric", "symmetric"):
+            raise UserError(f"--views {s.views} is unknown; expected asymmetric or symmetric.")
+        arguments = dict(batch_size=min(s.batch_size, len(task)), generator=generator, drop_last=True, with_labels=False,
+                         augment=functools.partial(task.two_views, recipe=s.views))
+        epoch = task.epoch(**arguments)
+        if s.bn_leak:
+            everything = copy.copy(task)
+            images = [task.dataset.train_images(c) for c in range(task.dataset.num_classes)]
+            everything.images = torch.cat(images).to(self.device)
+            epoch = ((*views, leak[1]) for views, leak in zip(epoch, everything.epoch(**arguments)))
+        return epoch
+
+    def loss(self, x1, x2, leak=None):
+        s, views = self.settings, (x1, x2)
+        # one forward per view: batch-norm has the statistics of one view at a time
+        taps = {"backbone": [self.embed(x, self.student) for x in views]}
+        loss = 0
+        if self.with_barlow:
+            taps["projector"] = [self.net["projector"](feats) for feats in taps["backbone"]]
+            loss = barlow_twins_loss(*taps["projector"], s.barlow_lambda, s.barlow_scale)
+        for target in self.targets:
+            for x, u in zip(views, taps[target.tap]):
+                loss = loss + target.weight * target.distance(target.predictor(u), self.frozen_tap(target, x))
+        if leak is not None:
+            with torch.no_grad():
+                self.embed(leak, self.student)
+        return loss
+
+    @torch.no_grad()
+    def frozen_tap(self, target, x):
+        feats = self.embed(x, target.net["backbone"])
+        return target.net["projector"](feats) if target.tap == "projector" else feats
+
+    def optimizer(self, task):
+        """LARS, warm-up and cosine, new in every task; biases and batch-norm are neither scaled nor decayed (C)."""
+        s, params = self.settings, list(self.trained.parameters())
+        groups = [{"params": [p for p in params if p.ndim > 1]},
+                  {"params": [p for p in params if p.ndim == 1], "plain": True}]
+        optimizer = LARS(groups, s.lr, s.momentum, s.weight_decay, trust=0.02, clip=True, lr_in_velocity=False)
+        factor = lambda e: cassle_lr(e, s.lr, self.epochs(task.index), s.warmup_epochs, s.warmup_lr) / s.lr  # noqa: E731
+        return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+    def state(self):
+        return {"net": self.net.state_dict(), "memory": self.memory}
+
+    def load_state(self, state):
+        if any(name.startswith("predictor.") for name in state["net"]):  # there is none before the second task
+            self.net["predictor"] = self.build_predictor().to(self.device)
+        self.net.load_state_dict(state["net"])
+        self.memory = state["memory"]
+
+
+class Pfr(BarlowTwins):
+    """PFR: L_BT - lambda / 2 * sum_i mean cos(p(f(x_i)), f'(x_i)), p a 2-layer perceptron on features."""
+
+    def build_predictor(self):
+        return mlp(self.dim, self.dim // 2, self.dim)
+
+    def target(self, net):
+        return Target(net, self.net["predictor"], "backbone", cosine_distance, self.settings.lambda_distill / 2)
+
+
+class Cassle(BarlowTwins):
+    """CaSSLe: L_BT + lambda / 2 * sum_i L_BT(g(z_i), z'_i), z the projector's output, the same view on both sides."""
+
+    def build_predictor(self):
+        return mlp(*[self.settings.projector_width] * 3)
+
+    def target(self, net):
+        s = self.settings
+        distance = functools.partial(barlow_twins_loss, lam=s.barlow_lambda, scale=s.barlow_scale)
+        return Target(net, self.net["predictor"], "projector", distance, s.lambda_distill / 2)
+
+
+class Pocon(BarlowTwins):
+    """POCON, operator CopyOP: an expert learns the task freely; the main network learns from it and from its old self."""
+
+    first_task = "pocon", tuple(name for name in POCON if name not in ("epochs", "label_fractions"))
+
+    def build_heads(self, dim):
+        if self.settings.pocon_projectors not in ("command", "paper"):
+            raise UserError(f"--pocon-projectors {self.settings.pocon_projectors} is unknown; expected command or paper.")
+        two_layers = self.settings.pocon_projectors == "paper"
+        return {**super().build_heads(dim), "retrospection": mlp(dim, dim // 2, dim) if two_layers else nn.Linear(dim, dim)}
+
+    def build_adaptation(self):
+        d = self.dim
+        return mlp(d, d // 2, d) if self.settings.pocon_projectors == "paper" else mlp(d, 2 * d, d, 2 * d, d)
+
+    def start(self, task):
+        self.net.train()
+        if task.index == 0:  # PO: residual branches start at zero
+            for m in self.net["backbone"].modules():
+                if isinstance(m, BasicBlock):
+                    nn.init.zeros_(m.bn2.weight)
+
+    def epochs(self, index):
+        return self.settings.expert_epochs + super().epochs(index)
+
+    def phases(self, task):
+        main, old = self.net["backbone"], frozen(nn.ModuleDict({"backbone": self.net["backbone"]}))
+        self.student, self.with_barlow, self.targets = copy.deepcopy(main), True, []
+        self.trained = nn.ModuleList([self.student, self.net["projector"]])
+        yield self.settings.expert_epochs
+        expert, adaptation = frozen(nn.ModuleDict({"backbone": self.student})), self.build_adaptation().to(self.device)
+        self.targets = [Target(expert, adaptation, "backbone", frobenius_distance, 1.0)]
+        if task.index:
+            retro = Target(old, self.net["retrospection"], "backbone", frobenius_distance, self.settings.lambda_retro)
+            self.targets.append(retro)
+        self.student, self.with_barlow = None, False
+        self.trained = nn.ModuleList([main, *(target.predictor for target in self.targets)])
+        yield super().epochs(task.index)
+
+    def optimizer(self, task):
+        """SGD at a constant rate, weight decay on everything; differs: PO's command asks for 1e-4, its code takes 5e-4."""
+        s = self.settings
+        optimizer = torch.optim.SGD(self.trained.parameters(), lr=s.lr, momentum=s.momentum, weight_decay=s.weight_decay)
+        return optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+
+
+def balanced(labels, size):
+    """Positions of at most `size` of the labelled items, spread evenly over the classes, the first of each class."""
+    rank = (labels[:, None] == labels).tril(-1).sum(1)  # how many of its class come before an item
+    order = (rank * (labels.max() + 1) + labels).argsort()
+    return order[:size].sort().values
+
+
+class Nncsl(Strategy):
+    """NNCSL: unlabelled views are classified by a few labelled images, of old classes too where a buffer keeps some."""
+
+    first_task = "nncsl", tuple(name for name in NNCSL if name != "epochs")
+    schedule_every = "step"
+    per_class = 3  # labelled images of each class in a step's support
+
+    def build_heads(self, dim):
+        return {"head": LinearHead(dim, uniform_rows(1)), "projector": mlp(dim, dim, dim, dim // 4)}
+
+    @property
+    def label_fractions(self):
+        return (self.settings.label_fraction,)
+
+    def visible(self, task):
+        return task.without_labels()
+
+    def start(self, task):
+        self.teacher = frozen(self.net) if task.index else None
+        self.current = len(task.classes)
+        # differs: N has rows for all classes from the start; unseen ones act on LARS's norms only
+        super().start(task)
+        self.net.train(task.index == 0)  # N never leaves eval mode again: batch-norm stays at the first task's statistics
+
+    def labelled_images(self, task):
+        """Images and labels that support may be drawn from: the buffer's, then the current task's labelled ones."""
+        index, labels = task.labelled(self.settings.label_fraction, self.seed)
+        kept = self.memory.get("images", task.images[:0]), self.memory.get("labels", labels[:0])
+        return torch.cat([kept[0], task.images[index]]), torch.cat([kept[1], labels])
+
+    def finish(self, task):
+        """Fill the buffer with labelled images only, at most `buffer_size` of them; keep LARS's velocities."""
+        images, labels = self.labelled_images(task)
+        if self.settings.buffer_size:
+            keep = balanced(labels, self.settings.buffer_size)
+            self.memory.update(images=images[keep], labels=labels[keep])
+        state = self.lars.state
+        self.memory["velocity"] = {name: state[p]["velocity"] for name, p in self.net.named_parameters() if p in state}
+        self.lars = None
+
+    def batches(self, task, generator):
+        """Two large and two small views of B images, two views of the support, its labels: (x, x, small, small, s, s, y)."""
+        images, labels = self.labelled_images(task)
+        classes = sorted(set(labels.tolist()))
+        members = [(labels == c).nonzero().squeeze(1).cpu() for c in classes]
+        y = torch.tensor(classes, device=self.device).repeat(self.per_class)
+        batch_size = min(self.settings.batch_size, len(task))
+        for views in task.epoch(batch_size, generator, augment=task.multi_crop, drop_last=True, with_labels=False):
+            # class-interleaved, so that support is (per_class, classes); a class with fewer labels repeats them
+            drawn = [m[torch.randperm(len(m), generator=generator)[torch.arange(self.per_class) % len(m)]] for m in members]
+            support = images[torch.stack(drawn, 1).flatten().to(images.device)]
+            yield *views, *task.multi_crop(support, generator)[:2], y
+
+    def project(self, net, images):
+        """(features, embeddings) of same-sized images in one forward, as N: batch-norm sees views and support together."""
+        sizes = [len(x) for x in images]
+        feats = self.embed(torch.cat(images), None if net is self.net else net["backbone"])
+        return feats.split(sizes), net["projector"](feats).split(sizes)
+
+    def relations(self, net, views, support):
+        """Embeddings of the views (4B, d), of the support (m, K, d), and the support's features (mK, D)."""
+        feats, large = self.project(net, [*support, *views[:2]])
+        small = self.project(net, views[2:])[1]
+        z = torch.cat([*large[2:], *small])
+        return z, torch.cat(large[:2]).unflatten(0, (2 * self.per_class, -1)), torch.cat(feats[:2])
+
+    def loss(self, x1, x2, small1, small2, s1, s2, y):
+        views, support = [x1, x2, small1, small2], [s1, s2]
+        z, z_support, feats = self.relations(self.net, views, support)
+        old = None, None
+        if self.teacher is not None:
+            with torch.no_grad():
+                old = self.relations(self.teacher, views, support)[:2]
+        return nncsl_loss(z, z_support, self.net["head"](feats), y.repeat(2), self.current, *old)
+
+    def optimizer(self, task):
+        """NNCSL's LARS; its velocities outlive the task, its learning rate starts anew and changes with every step."""
+        s, plain, scaled = self.settings, [], []
+        for name, p in self.net.named_parameters():
+            if not name.startswith("head."):  # N excludes the names with "bias" or "bn": not a shortcut's batch-norm weight
+                (plain if name.endswith("bias") or p.ndim == 1 and "shortcut" not in name else scaled).append(p)
+        head = {"params": list(self.net["head"].parameters()), "lr": s.head_lr, "weight_decay": 0.0}
+        self.lars = LARS([{"params": scaled}, {"params": plain, "plain": True}, head], s.lr, s.momentum, s.weight_decay,
+                         trust=0.001, clip=False, lr_in_velocity=True)
+        kept = self.memory.get("velocity", {})
+        for name, p in self.net.named_parameters():
+            if name in kept:  # zero for the head's new rows
+                fresh = torch.zeros_like(p)
+                fresh[:len(kept[name])] = kept[name]
+                self.lars.state[p]["velocity"] = fresh
+        per_epoch = max(1, len(task) // s.batch_size)
+        steps, warmup = per_epoch * self.epochs(task.index), per_epoch * s.warmup_epochs
+        factor = lambda i: nncsl_lr(i, s.lr, steps, warmup, s.warmup_lr, s.final_lr) / s.lr  # noqa: E731
+        return self.lars, torch.optim.lr_scheduler.LambdaLR(self.lars, factor)
+
+    def classify(self, feats):
+        """NNCSL's own classifier: features (N, d) -> class indices (N,)."""
+        return self.net["head"](feats).argmax(1)
+
+
+STRATEGIES = {"finetune": Finetune, "lwf": LwF, "joint": Joint, "pass": Pass, "fetril": FeTrIL, "fecam": FeCAM, "efc": EFC,
+              "pfr": Pfr, "cassle": Cassle, "pocon": Pocon, "nncsl": Nncsl}

@@ -1,4 +1,5 @@
 """Tests: parity with the original implementations, equations against naive loops, learning, files, every README command."""
+import copy
 import json
 import math
 import os
@@ -802,7 +803,8 @@ GOLDEN = np.load(HERE / "test_ldc.npz")  # numbers that the original implementat
 
 def golden(piece):
     """The arrays of one piece as tensors, by name."""
-    return {key.split("/", 1)[1]: torch.from_numpy(GOLDEN[key]) for key in GOLDEN.files if key.startswith(piece + "/")}
+    arrays = {key.split("/", 1)[1]: GOLDEN[key] for key in GOLDEN.files if key.startswith(piece + "/")}
+    return {key: torch.from_numpy(array) for key, array in arrays.items() if array.dtype.kind != "U"}
 
 
 def agree(ours, theirs, tolerance=1e-4):
@@ -1154,7 +1156,7 @@ def test_every_strategy_is_exemplar_free_or_says_so(name):
     stream, strategy = data.TaskStream(dataset, tasks=10), small_strategy(name)
     read, images_of = set(), dataset.train_images
     dataset.train_images = dataset.train_clean_images = lambda c: read.add(stream.class_order.index(c)) or images_of(c)
-    options = SimpleNamespace(**ldc.resolve_options("demo", "smoke", {}))
+    options = SimpleNamespace(**ldc.resolve_options("demo", "lwf", "smoke", {}))
     free = [n for n in ldc.COMPENSATORS if n != "oracle" and not n.startswith("nme")]
     run = ldc.Run(strategy, stream, options, free, 0)
     for t in range(2):
@@ -1201,20 +1203,45 @@ def fake_cuda(monkeypatch):
         yield
 
 
+class Sized:
+    """As much of a task as an optimiser looks at."""
+
+    index, classes = 0, range(0, 5)
+
+    def __len__(self):
+        return 40
+
+
+def batch_for(strategy, classes):
+    """A batch as the strategy's loss takes it: images and labels, two views, or NNCSL's seven."""
+    image = lambda n, side=16: torch.rand(n, 3, side, side, device="cuda")  # noqa: E731
+    labels = torch.arange(classes.start, classes.stop, device="cuda")
+    if isinstance(strategy, strategies.BarlowTwins):
+        return image(8), image(8)
+    if isinstance(strategy, strategies.Nncsl):
+        return image(8), image(8), image(8, 9), image(8, 9), image(15), image(15), labels.repeat(3)  # 3 images of 5 classes
+    return image(5), labels
+
+
 @pytest.mark.parametrize("name", list(strategies.STRATEGIES))
 def test_training_step_stays_on_one_device(name, fake_cuda):
     strategy = small_strategy(name, device="cuda")
-    x, y = torch.rand(8, 3, 16, 16, device="cuda"), torch.zeros(8, dtype=torch.long, device="cuda")
     for index, classes in enumerate((range(0, 5), range(5, 10))):
-        strategy.start(SimpleNamespace(index=index, classes=classes))
-        assert strategy.loss(x, y + classes.start).device.type == "cuda"
+        task = SimpleNamespace(index=index, classes=classes)
+        strategy.start(task)
+        for _ in strategy.phases(task):
+            assert strategy.loss(*batch_for(strategy, classes)).device.type == "cuda"
+            optimizer, _ = strategy.optimizer(Sized())
+            for p in (p for group in optimizer.param_groups for p in group["params"]):
+                p.grad = torch.zeros_like(p)  # backward() would ask for a real device
+            optimizer.step()
     with pytest.raises(Exception, match="device"):
-        strategy.loss(x.cpu(), y)
+        strategy.loss(*(part.cpu() if part.ndim == 4 else part for part in batch_for(strategy, classes)))
 
 
 @pytest.mark.parametrize("name", [n for n in ldc.COMPENSATORS if n != "oracle" and not n.startswith("nme")])
 def test_compensators_stay_on_one_device(name, fake_cuda):
-    options = SimpleNamespace(**{**ldc.resolve_options("demo", "smoke", {}), "ldc_epochs": 1})
+    options = SimpleNamespace(**{**ldc.resolve_options("demo", "lwf", "smoke", {}), "ldc_epochs": 1})
     cuda = lambda *shape: torch.rand(*shape, device="cuda")  # noqa: E731
     W, images = cuda(12, 6), cuda(40, 3, 2, 2)
     old, new = (lambda x: x.flatten(1) @ W), (lambda x: x.flatten(1) @ W.cos())
@@ -1748,6 +1775,452 @@ def test_cars_recipe(jax_arrays, tmp_path, monkeypatch):
     again.load_state(strategy.state())
     assert again.net["backbone"].encoder.ln.eps == 1e-5
     assert torch.equal(again.features(torch.ones(2, 3, 32, 32)), strategy.features(torch.ones(2, 3, 32, 32)))
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# The self-supervised half
+
+SSL = ["pfr", "cassle", "pocon"]
+
+
+def quick(name, **changes):
+    """The strategy with one epoch a task."""
+    return small_strategy(name, first_epochs=1, epochs=1, **({"expert_epochs": 1} if name == "pocon" else {}), **changes)
+
+
+def short_tasks(count, per_class=8):
+    """The first tasks of the demo with a few images of each class; images are sorted by class."""
+    stream = data.TaskStream(data.load("demo"), tasks=10)
+    for t in range(count):
+        task = stream.task(t)
+        yield task.subset(torch.cat([(task.labels == c).nonzero()[:per_class, 0] for c in task.classes]))
+
+# ------------------------------------------------------------------------------------------------------------------
+# Self-supervised losses, LARS and schedules: parity with the original implementations
+
+
+def leaves(*tensors):
+    return [tensor.clone().requires_grad_() for tensor in tensors]
+
+
+def perceptron(g, prefix, *widths):
+    """strategies.mlp, or one linear layer, with the stored weights; a bias that is not stored is zero."""
+    net = strategies.mlp(*widths) if len(widths) > 2 else nn.Sequential(nn.Linear(*widths))
+    for index, layer in enumerate(net):
+        if f"{prefix}_{index}_weight" in g:
+            layer.weight.data = g[f"{prefix}_{index}_weight"].clone()
+            layer.bias.data = g.get(f"{prefix}_{index}_bias", torch.zeros_like(layer.bias)).clone()
+    return net
+
+
+class Stored(nn.Module):
+    """A frozen network whose features of two views are known beforehand."""
+
+    def __init__(self, views, outputs):
+        super().__init__()
+        self.views, self.outputs = views, outputs
+
+    def forward(self, x):
+        return self.outputs[[x is view for view in self.views].index(True)]
+
+
+def trainer(name, views, **changes):
+    """The strategy with the identity as backbone and projector, so that its loss is a function of two feature matrices."""
+    strategy = small_strategy(name, **changes)
+    strategy.net["projector"] = nn.Identity()
+    strategy.embed = lambda x, backbone=None: x if backbone is None else backbone(x)
+    strategy.student, strategy.with_barlow, strategy.targets = None, True, []
+    return strategy
+
+
+def stored_net(views, outputs):
+    return nn.ModuleDict({"backbone": Stored(views, outputs), "projector": nn.Identity()})
+
+
+def test_golden_barlow():
+    g = golden("barlow")
+    for name, lam, scale in (("0", 0.005, 0.1), ("1", 0.0051, 0.025), ("pocon", 0.0051, 0.025)):
+        z1, = leaves(g["z1"])
+        loss = strategies.barlow_twins_loss(z1, g["z2"], lam, scale)
+        loss.backward()
+        agree(loss, g[f"loss_{name}"])
+        agree(z1.grad, g[f"grad_z1_{name}"])
+
+
+def test_golden_cassle():
+    g = golden("cassle_distill")
+    views = leaves(g["z1"], g["z2"])
+    cassle = trainer("cassle", views)
+    agree(cassle.loss(*views), g["loss_ssl"])
+    cassle.net["predictor"] = perceptron(g, "pred", 16, 24, 16)
+    cassle.targets = [cassle.target(stored_net(views, (g["frozen_z1"], g["frozen_z2"])))]
+    total = cassle.loss(*views)
+    total.backward()
+    agree(total, g["loss_total"])
+    agree(views[0].grad, g["grad_total_z1"])
+    agree(views[1].grad, g["grad_total_z2"])
+    agree(cassle.net["predictor"][0].weight.grad, g["grad_distill_pred_0_weight"])
+
+
+def test_golden_pfr():
+    g = golden("pfr_loss")
+    views = leaves(g["f1"], g["f2"])
+    pfr = trainer("pfr", views)
+    pfr.net["predictor"] = perceptron(g, "pred", 16, 8, 16)
+    pfr.targets = [pfr.target(stored_net(views, (g["frozen_f1"], g["frozen_f2"])))]
+    total = pfr.loss(*views)
+    total.backward()
+    assert pfr.settings.lambda_distill == g["lam"] == 25
+    agree(total, g["loss_total"])
+    agree(views[0].grad, g["grad_total_f1"])
+    agree(views[1].grad, g["grad_total_f2"])
+    agree(pfr.net["predictor"][0].weight.grad, 25 * g["grad_distill_pred_0_weight"])
+
+
+@pytest.mark.parametrize("key,option", [("cmd", "command"), ("opt1", "paper")])
+def test_golden_pocon(key, option):
+    g = golden("pocon_loss")
+    views = leaves(g["f1"], g["f2"])
+    pocon = trainer("pocon", views, width=2, pocon_projectors=option)  # 16 features
+    widths = [[layer.in_features for layer in net if isinstance(layer, nn.Linear)] + [16] if isinstance(net, nn.Sequential)
+              else [16, 16] for net in (pocon.build_adaptation(), pocon.net["retrospection"])]
+    pocon.net["retrospection"] = perceptron(g, f"{key}_r", *widths[1])
+    pocon.build_adaptation = lambda: perceptron(g, f"{key}_a", *widths[0])
+    pocon.net["backbone"] = Stored(views, (g["old_f1"], g["old_f2"]))
+    for t, loss_name, grad_name in ((0, "loss_adapt", "grad_adapt"), (1, "loss_total", "grad_total")):
+        phases = pocon.phases(SimpleNamespace(index=t))
+        next(phases)
+        pocon.student.outputs, pocon.student.views = (g["expert_f1"], g["expert_f2"]), views
+        next(phases)
+        for target, outputs in zip(pocon.targets, ("expert", "old")):  # deep copies of the views would not be recognised
+            assert not any(m.training for m in target.net.modules())
+            target.net["backbone"] = Stored(views, (g[f"{outputs}_f1"], g[f"{outputs}_f2"]))
+        loss = pocon.loss(*views)
+        gradients = torch.autograd.grad(loss, views)
+        agree(loss, g[f"{key}_{loss_name}"])
+        agree(gradients[0], g[f"{key}_{grad_name}_f1"])
+        agree(gradients[1], g[f"{key}_{grad_name}_f2"])
+
+
+def follow(optimizer, params, g, steps, lrs):
+    """Yield after each step with the stored gradients and learning rates."""
+    for i in range(steps):
+        for group, lr in zip(optimizer.param_groups, lrs(i)):
+            group["lr"] = lr
+        for name, p in params.items():
+            p.grad = g[f"grads_{name}"][i].clone()
+        optimizer.step()
+        yield i
+
+
+@pytest.mark.parametrize("clip", [True, False])
+def test_golden_lars_cassle(clip):
+    g = golden("lars_cassle")
+    params = {k[5:]: nn.Parameter(v.clone()) for k, v in g.items() if k.startswith("init_")}
+    groups = [{"params": [p for p in params.values() if p.ndim > 1]},
+              {"params": [p for p in params.values() if p.ndim == 1], "plain": True}]
+    optimizer = strategies.LARS(groups, 1.0, 0.9, g["wd"].item(), trust=0.02, clip=clip, lr_in_velocity=False)
+    for i in follow(optimizer, params, g, 4, lambda i: [g["lrs"][i].item()] * 2):
+        for name, p in params.items():
+            agree(p, g[f"after_{'clip' if clip else 'noclip'}_{name}"][i])
+
+
+def test_golden_lars_nncsl():
+    g = golden("lars_nncsl")
+    params = {k[5:]: nn.Parameter(v.clone()) for k, v in g.items() if k.startswith("init_")}
+    plain = [n for n in params if not n.startswith("classifier") and ("bias" in n or "bn" in n)]
+    groups = [{"params": [p for n, p in params.items() if n not in plain and not n.startswith("classifier")]},
+              {"params": [params[n] for n in plain], "plain": True},
+              {"params": [p for n, p in params.items() if n.startswith("classifier")], "weight_decay": 0.0}]
+    optimizer = strategies.LARS(groups, 1.0, 0.9, g["wd"].item(), trust=0.001, clip=False, lr_in_velocity=True)
+    rates = lambda i: [g["lr_main"][i].item()] * 2 + [g["lr_classifier"][i].item()]  # noqa: E731
+    for i in follow(optimizer, params, g, 4, rates):
+        for name, p in params.items():
+            agree(p, g[f"after_{name}"][i])
+
+
+def test_golden_schedules():
+    g = golden("ssl_schedule")
+    for i in (0, 1):
+        base, epochs, warmup, start = g["cfg"][i].tolist()
+        ours = [strategies.cassle_lr(e, base, int(epochs), int(warmup), start) for e in range(int(epochs))]
+        agree(torch.tensor(ours), g[f"lr_{i}"])
+    start, peak, final, head, warmup, epochs, per_epoch = g["nncsl_cfg"].tolist()
+    main = torch.tensor([strategies.nncsl_lr(s, peak, epochs * per_epoch, warmup * per_epoch, start, final)
+                         for s in range(len(g["nncsl_lr_main"]))])
+    agree(main, g["nncsl_lr_main"])
+    agree(main * head / peak, g["nncsl_lr_classifier"])
+
+
+@pytest.mark.parametrize("case", ["buf", "nobuf"])
+def test_golden_nncsl(case):
+    g = {k.removeprefix(case + "_"): v for k, v in golden("nncsl").items()}
+    labels, current = g["support_labels"], len(g["current_classes"])
+    K = len(labels.unique())
+    order = torch.arange(K)[torch.argsort((labels[:K] >= 6).long(), stable=True)]  # current classes last, otherwise as they come
+    z, support, logits = leaves(g["z_views"], g["z_support"], g["logits_support"])
+    parts = [s.unflatten(0, (6, K))[:, order] for s in (support, g["old_z_support"], logits, labels)]
+    p = strategies.soft_neighbours(z, parts[0][:, -current:])
+    agree(p, g["snn_anchor"])
+    agree(strategies.sharpen(p), g["anchor_sharp"])
+    agree(strategies.paws_loss(p), g["loss_paws"])
+    agree(strategies.memax_loss(p), g["loss_memax"])
+    seen = int(labels.max()) + 1
+    loss = strategies.nncsl_loss(z, parts[0], parts[2].flatten(0, 1)[:, :seen], parts[3].flatten(), current, g["old_z_views"], parts[1])
+    loss.backward()
+    agree(loss, g["loss_total"])
+    agree(z.grad, g["grad_z_views"])
+    agree(support.grad, g["grad_z_support"])
+    agree(logits.grad, g["grad_logits_support"])
+
+
+def test_known_values():
+    """Section 14 of what is known about these methods."""
+    generator = torch.Generator().manual_seed(0)
+    z1, z2 = torch.randn(2, 256, 2048, generator=generator)
+    assert strategies.barlow_twins_loss(z1, z2).item() == pytest.approx(213.8, abs=2)
+    assert strategies.barlow_twins_loss(z1, z1).item() == pytest.approx(8.2, abs=0.2)
+    assert strategies.barlow_twins_loss(z1, z2, scale=0.025).item() == pytest.approx(213.8 / 4, abs=0.5)
+    n1, n2 = (nn.BatchNorm1d(64, affine=False)(z[:, :64]) for z in (z1, z2))  # the matrix form, literally
+    C = n1.T @ n2 / 256
+    literal = 0.1 * ((C.diagonal() - 1).square().sum() + 0.005 * C.masked_fill(torch.eye(64).bool(), 0).square().sum())
+    assert strategies.barlow_twins_loss(z1[:, :64], z2[:, :64]).item() == pytest.approx(literal.item(), rel=1e-4)
+    a, b = torch.randn(2, 256, 512, generator=generator)
+    assert strategies.frobenius_distance(a, b).item() == pytest.approx(22.6, abs=0.3)
+    zero = a.clone().requires_grad_()
+    strategies.frobenius_distance(zero, a).backward()
+    assert torch.isfinite(zero.grad).all()
+    p = strategies.soft_neighbours(a[:, :16], b[:60, :16].unflatten(0, (6, 10)))
+    assert torch.allclose(p.sum(1), torch.ones(256)) and strategies.memax_loss(p) >= -math.log(10)
+    uniform = strategies.memax_loss(torch.full((5, 10), 0.1))
+    assert uniform.item() == pytest.approx(-math.log(10))
+
+
+@pytest.mark.parametrize("lr,bound", [(0.3, "trust"), (1e-4, "lr")])
+def test_lars_clips_each_layer(lr, bound):
+    """One step on a matrix: its norm is min(eta |p|, lr |g|)."""
+    generator = torch.Generator().manual_seed(0)
+    p = nn.Parameter(torch.randn(256, 512, generator=generator))
+    before, p.grad = p.detach().clone(), torch.randn(256, 512, generator=generator)
+    strategies.LARS([{"params": [p]}], lr, 0.9, 1e-8, trust=0.02, clip=True, lr_in_velocity=False).step()
+    expected = {"trust": 0.02 * before.norm(), "lr": lr * p.grad.norm()}
+    assert expected[bound] == min(expected.values())
+    assert (p.detach() - before).norm().item() == pytest.approx(expected[bound].item(), rel=0.01)
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Self-supervised strategies
+
+
+def one_batch(strategy, task):
+    return next(iter(strategy.batches(strategy.visible(task), torch.Generator().manual_seed(0))))
+
+
+@pytest.mark.parametrize("name", ["pfr", "cassle"])
+def test_frozen_network_is_in_train_mode_and_out_of_reach(name):
+    first, second, third = short_tasks(3)
+    strategy = quick(name)
+    strategy.learn(first)
+    assert "predictor" not in strategy.net  # fresh in the second task
+    snapshot, images = strategy.snapshot(), first.clean(first.images[:8])
+    before = snapshot(images)
+    strategy.start(strategy.visible(second))
+    teacher = strategy.targets[0].net
+    statistics = teacher["backbone"].bn1.running_mean.clone()
+    strategy.loss(*one_batch(strategy, second)).backward()
+    assert all(m.training for m in teacher.modules()) and not torch.equal(statistics, teacher["backbone"].bn1.running_mean)
+    assert all(p.grad is None for p in teacher.parameters())
+    assert all(p.grad is not None for p in strategy.net.parameters())
+    predictor = strategy.net["predictor"]
+    strategy.learn(second)
+    strategy.learn(third)
+    assert strategy.net["predictor"] is predictor  # persists
+    assert torch.equal(before, snapshot(images)) and not torch.equal(before, strategy.snapshot()(images))
+
+
+def test_pocon_phases():
+    """The expert starts as a copy of the main network and learns alone; then the main network learns, the expert rests."""
+    same = lambda a, b: all(torch.equal(x, y) for x, y in zip(a.values(), b.values()))  # noqa: E731
+    first, second = short_tasks(2)
+    pocon = small_strategy("pocon", expert_epochs=3, first_epochs=1, epochs=2)
+    pocon.learn(first)
+    task = pocon.visible(second)
+    pocon.start(task)
+    phases, main = pocon.phases(task), copy.deepcopy(pocon.net["backbone"].state_dict())
+    assert next(phases) == 3 and same(main, pocon.student.state_dict())
+    pocon.fit(task, *pocon.optimizer(task), 1)
+    assert same(main, pocon.net["backbone"].state_dict()) and not same(main, pocon.student.state_dict())
+    expert, projector = copy.deepcopy(pocon.student.state_dict()), copy.deepcopy(pocon.net["projector"].state_dict())
+    assert next(phases) == 2 and len(pocon.targets) == 2
+    pocon.fit(task, *pocon.optimizer(task), 1)
+    assert same(expert, pocon.targets[0].net["backbone"].state_dict())
+    assert same(main, pocon.targets[1].net["backbone"].state_dict())
+    assert same(projector, pocon.net["projector"].state_dict()) and not same(main, pocon.net["backbone"].state_dict())
+    assert pocon.epochs(0) == 4 and pocon.epochs(1) == 5
+
+
+@pytest.mark.parametrize("name", [*SSL, "nncsl"])
+def test_training_never_reads_a_hidden_label(name, monkeypatch):
+    """task.labels raises; the only way to a label is labelled(), which only NNCSL asks, for its own share."""
+    task, = short_tasks(1)
+    strategy, asked, labelled = quick(name), [], data.Task.labelled
+    with pytest.raises(RuntimeError, match="no labels"):
+        strategy.visible(task).labels
+    monkeypatch.setattr(data.Task, "labels", property(lambda self: pytest.fail("a label was read")))
+    monkeypatch.setattr(data.Task, "labelled", lambda self, *a: asked.append(a) or labelled(self, *a))
+    strategy.learn(task)
+    assert bool(asked) == (name == "nncsl") and all(a == (strategy.settings.label_fraction, 0) for a in asked)
+
+
+@pytest.mark.parametrize("name", [*SSL, "nncsl"])
+def test_state_is_whole(name, tmp_path):
+    """A strategy built anew from a checkpoint before every task ends with the same bits as one that never stopped."""
+    strategy, restored = quick(name), quick(name)
+    for task in short_tasks(3):
+        strategy.learn(task)
+        restored.learn(task)
+        torch.save(restored.state(), tmp_path / "state.pt")
+        restored = quick(name)
+        restored.load_state(torch.load(tmp_path / "state.pt", weights_only=True))
+    a, b = strategy.net.state_dict(), restored.net.state_dict()
+    assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_pfr_and_cassle_share_their_first_task():
+    task, = short_tasks(1)
+    pfr, cassle = quick("pfr"), quick("cassle")
+    assert pfr.first_task == cassle.first_task and set(pfr.first_task[1]) <= set(vars(pfr.settings))
+    pfr.learn(task)
+    cassle.learn(task)
+    states = pfr.state()["net"], cassle.state()["net"]
+    assert states[0].keys() == states[1].keys() and all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+    cassle.load_state(pfr.state())
+    assert quick("pocon").first_task[0] != "barlow"  # another recipe
+
+
+def test_leak_moves_batch_norm_only_where_asked_for():
+    task, = short_tasks(1)
+    read, images_of, forwards = set(), task.dataset.train_images, []
+    task.dataset.train_images = lambda c: read.add(c) or images_of(c)
+    for leak in (False, True):
+        strategy = quick("cassle", bn_leak=leak)
+        strategy.start(task)
+        batch = one_batch(strategy, task)
+        assert len(batch) == 2 + leak and len(read) == (task.dataset.num_classes if leak else 0)
+        strategy.loss(*batch)
+        forwards.append(strategy.net["backbone"].bn1.num_batches_tracked.item())
+    assert forwards == [2, 3]
+
+
+def test_batches_are_never_empty():
+    """A task smaller than a batch is one batch."""
+    task, = short_tasks(1, per_class=3)
+    for name in ("cassle", "nncsl"):
+        strategy = quick(name)
+        strategy.start(task)
+        assert len(one_batch(strategy, task)[0]) == len(task)
+        strategy.learn(task)
+
+
+def test_wrong_choices_get_one_sentence():
+    task, = short_tasks(1)
+    with pytest.raises(data.UserError, match="--pocon-projectors mine"):
+        quick("pocon", pocon_projectors="mine")
+    with pytest.raises(data.UserError, match="--views mine"):
+        quick("cassle", views="mine").learn(task)
+
+
+@pytest.mark.parametrize("fraction", [0.008, 0.05, 0.25, 1.0])
+def test_labelled_draws_are_exact_and_nested(fraction):
+    task = data.TaskStream(data.load("demo"), tasks=10).task(0)
+    index, labels = task.labelled(fraction, 0)
+    each = len(task) // len(task.classes)
+    assert (labels.bincount() == max(1, round(fraction * each))).all() and len(index.unique()) == len(index)
+    assert torch.equal(labels, task.labels[index])
+    assert set(index.tolist()) <= set(task.labelled(min(1, 2 * fraction), 0)[0].tolist())
+    assert fraction == 1 or set(index.tolist()) != set(task.labelled(fraction, 1)[0].tolist())
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# NNCSL
+
+
+def test_nncsl_freezes_batch_norm_after_the_first_task():
+    first, second = short_tasks(2)
+    strategy = quick("nncsl")
+    strategy.learn(first)
+    norms = [m for m in strategy.net.modules() if isinstance(m, (nn.BatchNorm1d, nn.BatchNorm2d))]
+    assert all(m.num_batches_tracked > 0 for m in norms)
+    statistics, weight = [m.running_mean.clone() for m in norms], norms[0].weight.clone()
+    strategy.learn(second)
+    assert all(torch.equal(before, m.running_mean) for before, m in zip(statistics, norms))
+    assert not torch.equal(weight, norms[0].weight)
+
+
+@pytest.mark.parametrize("size", [0, 7, 16, 500])
+def test_nncsl_buffer(size):
+    """Never more than its size, balanced to one, labelled images only; with none, no old label reaches a step."""
+    strategy, known = quick("nncsl", buffer_size=size, label_fraction=0.5), {}
+    *tasks, last = short_tasks(4)
+    for task in tasks:
+        index, labels = task.labelled(0.5, 0)
+        for image, label in zip(task.images[index], labels.tolist()):
+            known.setdefault(label, []).append(image)
+        strategy.learn(task)
+        images, kept = (strategy.memory.get(key, torch.zeros(0, dtype=torch.long)) for key in ("images", "labels"))
+        counts = kept.bincount(minlength=task.classes.stop)
+        assert len(images) == len(kept) == min(size, sum(map(len, known.values())))
+        assert counts.max() - counts.min() <= 1
+        assert all(any(torch.equal(image, other) for other in known[label]) for image, label in zip(images, kept.tolist()))
+    strategy.start(strategy.visible(last))
+    *_, s1, s2, y = one_batch(strategy, last)
+    expected = sorted({*last.classes, *kept.tolist()})
+    assert y.tolist() == expected * 3 and len(s1) == len(s2) == len(y)
+
+
+def test_nncsl_support_is_distinct_where_there_are_enough_labels():
+    task, = short_tasks(1)
+    strategy, seen, multi_crop = quick("nncsl", label_fraction=0.5), [], task.multi_crop
+    strategy.start(task)
+    task.multi_crop = lambda images, generator=None: seen.append(images) or multi_crop(images, generator)
+    one_batch(strategy, task)
+    support = seen[-1].unflatten(0, (3, -1))
+    assert all(len(support[:, c].flatten(1).unique(dim=0)) == 3 for c in range(support.shape[1]))
+
+
+def test_nncsl_velocity_outlives_the_task():
+    first, second = short_tasks(2)
+    strategy = quick("nncsl")
+    strategy.learn(first)
+    kept = {name: v.clone() for name, v in strategy.memory["velocity"].items()}
+    strategy.start(strategy.visible(second))
+    optimizer, _ = strategy.optimizer(second)
+    for name, p in strategy.net.named_parameters():
+        velocity = optimizer.state[p]["velocity"]
+        assert torch.equal(velocity[:len(kept[name])], kept[name]) and velocity[len(kept[name]):].abs().sum() == 0
+    assert sum(v.abs().sum() for v in kept.values()) > 0 and len(strategy.net["head"].weight) == second.classes.stop
+
+
+def test_nncsl_groups_its_parameters_by_name():
+    strategy = quick("nncsl")
+    strategy.start(SimpleNamespace(index=0, classes=range(5)))
+    strategy.optimizer(Sized())
+    names = {id(p): name for name, p in strategy.net.named_parameters()}
+    scaled, plain, head = [{names[id(p)] for p in group["params"]} for group in strategy.lars.param_groups]
+    assert head == {"head.weight", "head.bias"} and "backbone.blocks.2.shortcut.1.weight" in scaled
+    assert {"backbone.bn1.weight", "backbone.bn1.bias", "backbone.blocks.2.shortcut.1.bias", "projector.1.weight"} <= plain
+    assert len(scaled) + len(plain) + 2 == len(names)
+
+
+def test_nncsl_schedule_moves_with_every_step():
+    task, = short_tasks(1)
+    strategy, rates = small_strategy("nncsl", first_epochs=2, warmup_epochs=1, batch_size=8), []
+    original = strategy.loss
+    strategy.loss = lambda *batch: rates.append([group["lr"] for group in strategy.lars.param_groups]) or original(*batch)
+    strategy.learn(task)
+    s, steps = strategy.settings, 2 * (len(task) // 8)
+    expected = [strategies.nncsl_lr(i, s.lr, steps, steps // 2, s.warmup_lr, s.final_lr) for i in range(steps)]
+    assert [r[0] for r in rates] == pytest.approx(expected) and [r[2] for r in rates] == pytest.approx([e / 10 for e in expected])
 
 
 # ------------------------------------------------------------------------------------------------------------------

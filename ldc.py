@@ -364,7 +364,8 @@ def resolve_options(dataset, strategy, scale, overrides):
 @torch.no_grad()
 def extract(model, images, transform):
     """Features of uint8 images (N, 3, S, S) under a frozen model, (N, d)."""
-    chunk = min(512, max(32, 2 ** 22 // images.shape[-1] ** 2))
+    pixels = 2 ** 16 if images.device.type == "cpu" else 2 ** 22  # what fits a core's cache is twice as fast there
+    chunk = min(512, max(16, pixels // images.shape[-1] ** 2))
     return torch.cat([model(transform(x)) for x in images.split(chunk)])
 
 

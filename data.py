@@ -975,14 +975,15 @@ class Task:
         task.clean_images = task.images if self.clean_images is self.images else self.clean_images[index]
         return task
 
-    def labelled(self, fraction, seed):
-        """(image numbers, labels) of a labelled share, at least one per class: balanced, and nested over fractions."""
+    def labelled(self, amount, seed):
+        """(image numbers, labels) of a labelled share (float) or number (int) of each class: at least one, balanced, nested."""
         # differs: POCON draws with replacement from the whole task; this is NNCSL's balanced 4/25/125 of 500
         labels, chosen = self._labels.cpu(), []
         for label in self.classes:
             index = (labels == label).nonzero().squeeze(1)
             order = np.random.RandomState([seed, self.order[label]]).permutation(len(index))
-            chosen.append(index[order[:max(1, round(fraction * len(index)))]])
+            count = amount if isinstance(amount, int) else max(1, round(amount * len(index)))
+            chosen.append(index[order[:count]])
         index = torch.cat(chosen).to(self.images.device)
         return index, self._labels[index]
 

@@ -352,6 +352,8 @@ OPTIONS_BY_SCALE = {  # demo: small batches give Adam about the paper's number o
 }
 OLD_IMAGE_ROWS = ("oracle", *(f"nme-{m}" for m in MEMORY))  # the rows that are not exemplar-free
 LDA_ROWS = ("ldc-ridge", "oracle")  # rows that are also read out with lda, as <row>+lda
+LIGHT_ROWS = [name for name in COMPENSATORS if name != "adc" and not name.startswith("nme")]
+DEFAULT_ROWS = {"finetune": list(COMPENSATORS), "lwf": list(COMPENSATORS), "joint": ["none", "oracle"]}  # others: LIGHT_ROWS
 
 
 def resolve_options(dataset, strategy, scale, overrides):
@@ -433,16 +435,23 @@ def summarise(row):
 class Run:
     """One strategy, one seed: what is kept between two tasks, and what happens within one.
 
-    Prototypes and rows are kept per share of labelled images: "1" alone for supervised strategies.
+    Prototypes and rows are kept per set of labelled images: "1", all of them, for supervised strategies; shares such as
+    "0.05", "0.05@7" where the labels were drawn again with seed 7, and "n50" for 50 images of each class.
     """
 
-    def __init__(self, strategy, stream, options, compensators, seed, first_task_file=None):
+    def __init__(self, strategy, stream, options, compensators, seed, first_task_file=None, label_seeds=()):
         self.strategy, self.stream, self.options, self.seed = strategy, stream, options, seed
         self.first_task_file = first_task_file
         if strategy.frozen_after_first:  # features do not drift: every compensator would leave prototypes where they are
             compensators = ["none"]
-        self.stores = {f"{f:g}": {name: PrototypeStore() for name in compensators} for f in strategy.label_fractions}
-        self.rows = {fraction: {} for fraction in self.stores}
+        self.label_sets = {}  # name -> (share or number of each class, seed of the draw)
+        for amount in strategy.label_sets:
+            name = f"n{amount}" if isinstance(amount, int) else f"{amount:g}"
+            self.label_sets[name] = amount, seed
+            self.label_sets.update({f"{name}@{k}": (amount, k) for k in label_seeds if k != seed and amount != 1.0})
+        self.stores = {name: {row: PrototypeStore() for row in compensators if row == "ldc" or not isinstance(amount, int)}
+                       for name, (amount, _) in self.label_sets.items()}
+        self.rows = {name: {} for name in self.stores}
         self.exemplars = {}  # class -> its images in the order that nme would keep them
         self.tasks_done, self.model = 0, None
 
@@ -473,14 +482,14 @@ class Run:
         state = read_checkpoint(shared, self.stream.device) if shared else None
         if state:
             self.strategy.load_state(state)
-            self.strategy.finish(task)
+            self.strategy.finish(self.strategy.visible(task))
         else:
             self.strategy.learn(task)
             if shared:
                 replace_file(shared, lambda f: torch.save({**self.strategy.state(), "memory": {}}, f))
 
     def compensate(self, drift):
-        """Eq. 2 for every compensator and label fraction."""
+        """Eq. 2 for every compensator and label set."""
         for stores in self.stores.values():
             for name, store in stores.items():
                 store.move(lambda p: COMPENSATORS[name](p, drift), linear=name == "ldc-ridge")
@@ -489,15 +498,16 @@ class Run:
 
     def append(self, feats, task):
         """Means of the new classes from their labelled images, and the exemplars that nme would keep."""
-        for fraction, stores in self.stores.items():
-            index, labels = task.labelled(float(fraction), self.seed)
+        for label_set, stores in self.stores.items():
+            index, labels = task.labelled(*self.label_sets[label_set])
             for name, store in stores.items():
                 few = name != "oracle"  # the oracle has all labels
                 part, of = (feats[index], labels) if few else (feats, task.labels)
                 store.add(part, of, task.classes)
                 if name in LDA_ROWS:
                     store.add_scatter(part, of, task.classes)
-        for c in task.classes if any(name.startswith("nme") for name in stores) else ():
+        nme = any(name.startswith("nme") for stores in self.stores.values() for name in stores)
+        for c in task.classes if nme else ():
             self.exemplars[c] = herding(feats[task.labels == c], max(MEMORY))
 
     def readouts(self, stores):
@@ -512,10 +522,10 @@ class Run:
 
     def evaluate(self, t, feats, labels):
         """One more line of every row: accuracy over all classes seen and per task, distance to the oracle."""
-        for fraction, stores in self.stores.items():
+        for label_set, stores in self.stores.items():
             for name, means, classify in self.readouts(stores):
-                row = self.rows[fraction].setdefault(name, {"accuracy": [], "matrix": [], "first_tasks": {"2": [], "3": []},
-                                                            "oracle_distance": []})
+                row = self.rows[label_set].setdefault(name, {"accuracy": [], "matrix": [], "first_tasks": {"2": [], "3": []},
+                                                             "oracle_distance": []})
                 overall, by_task = score(classify(feats, means), labels, self.stream.sizes[:t + 1])
                 row["accuracy"].append(overall)
                 row["matrix"].append(by_task)
@@ -630,6 +640,11 @@ def locked(folder):
         yield
 
 
+def most_labels(label_sets):
+    """The largest share of labels among the names of label sets."""
+    return max((name for name in label_sets if name[0] != "n" and "@" not in name), key=float)
+
+
 class Progress:
     """One updating line with the time left; plain lines, at most one a minute, where stderr is not a terminal."""
 
@@ -697,7 +712,7 @@ def identity_of(args, seed):
     return {"dataset": args.dataset, "strategy": args.strategy, "scale": args.scale, "seed": seed,
             "order_seed": seed if args.order_seed is None else args.order_seed, "tasks": args.tasks,
             "first_classes": args.first_classes, "image_size": args.image_size, "class_list": args.class_list, "limit": args.limit,
-            "settings": args.settings, "options": args.options, "compensators": args.compensators}
+            "label_seeds": args.label_seeds, "settings": args.settings, "options": args.options, "compensators": args.compensators}
 
 
 def check_identity(folder, identity):
@@ -756,11 +771,13 @@ def open_run(args, identity):
                                                     amp=args.amp, compile=args.compile)
     strategy.monitor, strategy.weights_file = monitor, weights
     return Run(strategy, stream, SimpleNamespace(**args.options), args.compensators, identity["seed"],
-               first_task_file(args, identity, strategy))
+               first_task_file(args, identity, strategy), args.label_seeds)
 
 
 def first_task_file(args, identity, strategy):
     """Where strategies that learn the first task alike (LwF, FeTrIL, FeCAM; PFR, CaSSLe) keep it for each other."""
+    if strategy.first_task is None:
+        return None
     recipe, settings = strategy.first_task
     key = {name: identity[name] for name in ("seed", "order_seed", "tasks", "first_classes", "image_size", "class_list", "limit")}
     key.update({name: args.settings[name] for name in settings})
@@ -776,7 +793,7 @@ def learn_all(run, folder, context):
     counts = [sum(stream.dataset.train_counts[c] for c in stream.class_order[sum(stream.sizes[:t]):sum(stream.sizes[:t + 1])])
               for t in range(stream.num_tasks)]
     passes = [strategy.epochs(t) * (sum(counts[:t + 1]) if strategy.reads_old_tasks else n) for t, n in enumerate(counts)]
-    if run.first_task_file.exists():
+    if run.first_task_file and run.first_task_file.exists():
         passes[0] = 0
     ahead = sum(passes[run.tasks_done:])
     if context["scale"] == "paper" and strategy.device.type == "cpu" and context["dataset"] != "demo":
@@ -790,9 +807,9 @@ def learn_all(run, folder, context):
         run.learn_task()
         save_checkpoint(folder, run.state())
         write_json(folder / "result.json", {**context, **run.result()})
-        rows = next(iter(run.rows.values()))
-        accuracy = {name: row["accuracy"][-1] for name, row in rows.items()}
+        accuracy = {name: {row: values["accuracy"][-1] for row, values in rows.items()} for name, rows in run.rows.items()}
         progress.write({"task": run.tasks_done, "accuracy": accuracy})
+        accuracy = accuracy[most_labels(accuracy)]
         shown = "  ".join(f"{name} {accuracy[name]:5.1f}" for name in ("head", "none", "sdc", "ldc", "oracle") if name in accuracy)
         progress.say(f"task {run.tasks_done}/{stream.num_tasks}  {sum(stream.sizes[:run.tasks_done])} classes  {shown}  {progress.left()} left")
     return {**context, **run.result()}
@@ -814,7 +831,7 @@ class Classifier:
         self.transform = data.Transform(args["dataset"], args["image_size"])
         strategy = strategies.STRATEGIES[args["strategy"]](args["settings"], self.transform.image_size, device=device)
         strategy.load_state(state["strategy"])
-        stores = list(state["stores"].values())[-1]  # the largest share of labels
+        stores = state["stores"][most_labels(state["stores"])]
         row = row or ("ldc" if "ldc" in stores else "none")
         if row not in stores:
             raise data.UserError(f"{folder} has no row {row}; it has {', '.join(stores)}.")
@@ -858,7 +875,10 @@ def build_parser():
     add("--image-size", type=int, help="resolution for --dataset folder")
     add("--limit", type=int, help="use only so many images of each class, for a quick trial (default: all; 20 at scale smoke)")
     add("--class-list", help="file with one class folder a line, for imagenet100 and folder")
-    add("--compensators", nargs="+", choices=list(COMPENSATORS), default=list(COMPENSATORS), metavar="ROW", help="rows to compute")
+    add("--compensators", nargs="+", choices=list(COMPENSATORS), metavar="ROW",
+        help=f"rows to compute, of {' '.join(COMPENSATORS)} (default: all; without adc and nme where the strategy is neither lwf nor finetune)")
+    add("--label-seeds", type=int, nargs="+", default=[], metavar="K", help="draw the labelled images again with these seeds, on the same "
+        "backbone (self-supervised strategies)")
     add("--out-dir", default="runs", help="results go to <out-dir>/<scale>/<dataset>/<strategy>/seed<k>; an interrupted run goes on there")
     add("--tag", help="added to the strategy's folder name, to keep a run with other settings apart")
     add = parser.add_argument_group("the machine").add_argument
@@ -891,6 +911,9 @@ def resolve(args):
     args.limit = strategies.SCALES[args.scale]["limit"] if args.limit is None else args.limit
     if args.limit is not None and args.limit < 1:
         raise UserError(f"--limit {args.limit} leaves no image: expected at least 1.")
+    args.compensators = args.compensators or DEFAULT_ROWS.get(args.strategy, LIGHT_ROWS)
+    if args.label_seeds and "label_fractions" not in strategies.PRESETS[args.strategy]["*"]:
+        raise UserError(f"--label-seeds is for strategies that learn without labels; {args.strategy} trains on them.")
     flags = vars(args)
     args.settings = strategies.resolve_settings(args.strategy, args.dataset, args.scale,
                                                 {n: flags[n] for n in strategies.SETTINGS if n in flags})

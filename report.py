@@ -16,6 +16,13 @@ def spread(values, digits=1):
     return mean + (f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else "")
 
 
+def label_text(label_set):
+    """Words for a label set: "0.05", "0.05@7" (drawn again with seed 7), "n50" (50 images of each class)."""
+    share, _, seed = label_set.partition("@")
+    text = f"{share[1:]} labels of each class" if share[0] == "n" else f"{100 * float(share):g} % of the labels"
+    return text + (f", draw {seed}" if seed else "")
+
+
 def run_table(results):
     """The table at the end of a run: one line per compensator, its accuracy after every task, A_last, A_inc, the paper's."""
     first = results[0]
@@ -23,7 +30,7 @@ def run_table(results):
     lines = []
     for fraction in first["rows"]:
         rows = [r["rows"][fraction] for r in results]
-        share = "" if fraction == "1" else f", {100 * float(fraction):g} % of the labels"
+        share = "" if fraction == "1" else f", {label_text(fraction)}"
         lines += ["", f"{first['dataset']}, {first['strategy']}, scale {first['scale']}{share}: accuracy in % over all classes seen, "
                       f"{len(results)} seed{'s' * (len(results) > 1)}"]
         header = ["", *(f"t{t + 1}" for t in range(tasks)), "A_last", "A_inc", "paper A_last / A_inc"]

@@ -105,6 +105,7 @@ PASS_SETTINGS = dict(  # pycil exps/pass.json; S gives the two lambdas
     BACKBONE, batch_size=64, first_epochs=101, epochs=101, lr=1e-3, weight_decay=2e-4,
     first_milestones=(45, 90), milestones=(45, 90),  # StepLR 45
     temperature=0.1, lambda_fkd=10.0, lambda_proto=10.0,
+    label_fraction=1.0,  # P, Tables 3 and 4 also 0.008 (0.01), 0.05 and 0.25
 )
 EFC_SETTINGS = dict(  # efc scripts/experiments_efc.sh and its defaults
     BACKBONE, batch_size=64, first_optimizer="adam", first_epochs=100, first_lr=1e-3, first_weight_decay=2e-4,
@@ -132,6 +133,8 @@ POCON = dict(
 )
 IMAGENET_SSL = dict(stem="standard", label_fractions=(0.01, 0.05, 0.25, 1.0))  # C, PO; P
 BARLOW_IMAGENET = dict(IMAGENET_SSL, first_epochs=400, epochs=400, lr=0.4)  # S, C
+# Table 6 stores N features of each class and projects them; a linear p_F commutes with the mean, so N labelled images do
+STORED = (5, 50, 100, 500)
 NNCSL = dict(  # N, configs/nncsl/cifar100
     {**BACKBONE, "stem": "cifar-pad2"}, batch_size=256, first_epochs=250, epochs=250,
     lr=1.2, warmup_epochs=10, warmup_lr=0.08, final_lr=0.032, head_lr=0.12, momentum=0.9, weight_decay=1e-5,
@@ -145,13 +148,13 @@ PRESETS = {  # strategy -> data set -> settings; "*" holds what all data sets sh
     "lwf": {"*": LWF, **SGD_BY_DATASET, "imagenet100": dict(stem="imagenet", lambda_kd=5.0)},  # S: lambda 5
     "joint": {"*": SGD, **SGD_BY_DATASET},
     # differs: the official PASS trains ImageNet100 with SGD first and without a temperature; the paper cites PyCIL's PASS
-    "pass": {"*": PASS_SETTINGS, **STEM_BY_DATASET},
+    "pass": {"*": PASS_SETTINGS, **STEM_BY_DATASET, "demo": dict(lr=3e-3)},  # demo: ours, for few steps and a narrow network
     # pycil exps/fetril.json, S "same as PyCIL"
     "fetril": {"*": dict(FIRST, head_epochs=50, head_lr=0.05, head_weight_decay=5e-4), **STEM_BY_DATASET},
     "fecam": {"*": dict(FIRST, tukey=0.5, shrinkage=(1.0, 1.0)), **STEM_BY_DATASET},  # S
     "efc": {"*": EFC_SETTINGS, **STEM_BY_DATASET, "imagenet100": dict(  # efc: the standard stem, SGD first, heads at 1e-4
         stem="standard", first_optimizer="sgd", first_lr=0.1, first_weight_decay=5e-4, first_epochs=160,
-        first_milestones=(80, 120, 150), lr=1e-5, head_lr_factor=10.0)},
+        first_milestones=(80, 120, 150), lr=1e-5, head_lr_factor=10.0), "demo": dict(first_lr=3e-3)},  # ours, as PASS's
     "pfr": {"*": PFR, "imagenet100": BARLOW_IMAGENET, "demo": BARLOW_DEMO},
     "cassle": {"*": CASSLE, "imagenet100": BARLOW_IMAGENET, "demo": BARLOW_DEMO},
     # PO publishes no ImageNet command: C's epochs in PO's proportions
@@ -824,8 +827,8 @@ class Strategy:
     schedule_every = "epoch"  # or "step": when the learning rate moves
     weights_file = None  # pre-trained weights to begin with
     reads_old_tasks = False  # True only for methods that are not exemplar-free
-    label_fractions = (1.0,)  # shares of labelled images that prototypes are made from
-    first_task = FIRST_TASK  # strategies with the same recipe and settings learn the same first task, and share it
+    label_sets = (1.0,)  # labelled images that prototypes are made from: shares (float) or numbers (int) of each class
+    first_task = FIRST_TASK  # strategies with the same recipe and settings learn the same first task, and share it; or None
 
     def __init__(self, settings, image_size, *, seed=0, device="cpu", amp=False, compile=False):
         torch.manual_seed(seed)
@@ -1005,10 +1008,21 @@ class Pass(OwnClassifier):
     """
 
     rows_per_class = 4
-    first_task = "pass", (*BACKBONE, "batch_size", "first_epochs", "lr", "weight_decay", "first_milestones", "temperature")
+    first_task = "pass", (*BACKBONE, "batch_size", "first_epochs", "lr", "weight_decay", "first_milestones", "temperature",
+                          "label_fraction")
 
     def build_heads(self, dim):
         return {"head": LinearHead(dim, uniform_rows(math.sqrt(3)))}
+
+    @property
+    def label_sets(self):
+        return (self.settings.label_fraction,)
+
+    def visible(self, task):
+        """The labelled images alone: PASS has no use for the others."""
+        if self.settings.label_fraction == 1:
+            return task
+        return task.subset(task.labelled(self.settings.label_fraction, self.seed)[0])
 
     def start(self, task):
         super().start(task)
@@ -1235,8 +1249,8 @@ class BarlowTwins(Strategy):
         return {"projector": mlp(dim, width, width, width)}
 
     @property
-    def label_fractions(self):
-        return self.settings.label_fractions
+    def label_sets(self):
+        return (*self.settings.label_fractions, *STORED)
 
     def visible(self, task):
         return task.without_labels()
@@ -1383,7 +1397,7 @@ def balanced(labels, size):
 class Nncsl(Strategy):
     """NNCSL: unlabelled views are classified by a few labelled images, of old classes too where a buffer keeps some."""
 
-    first_task = "nncsl", tuple(name for name in NNCSL if name != "epochs")
+    first_task = None  # its optimiser outlives the task: nothing to hand on without it
     schedule_every = "step"
     per_class = 3  # labelled images of each class in a step's support
 
@@ -1391,7 +1405,7 @@ class Nncsl(Strategy):
         return {"head": LinearHead(dim, uniform_rows(1)), "projector": mlp(dim, dim, dim, dim // 4)}
 
     @property
-    def label_fractions(self):
+    def label_sets(self):
         return (self.settings.label_fraction,)
 
     def visible(self, task):

@@ -975,15 +975,14 @@ class Task:
         task.clean_images = task.images if self.clean_images is self.images else self.clean_images[index]
         return task
 
-    def labelled(self, amount, seed):
-        """(image numbers, labels) of a labelled share (float) or number (int) of each class: at least one, balanced, nested."""
+    def labelled(self, share, seed, count=None):
+        """(image numbers, labels) of a labelled share of each class, at least one image, or of `count` images; nested in each other."""
         # differs: POCON draws with replacement from the whole task; this is NNCSL's balanced 4/25/125 of 500
         labels, chosen = self._labels.cpu(), []
         for label in self.classes:
             index = (labels == label).nonzero().squeeze(1)
             order = np.random.RandomState([seed, self.order[label]]).permutation(len(index))
-            count = amount if isinstance(amount, int) else max(1, round(amount * len(index)))
-            chosen.append(index[order[:count]])
+            chosen.append(index[order[:count or max(1, round(share * len(index)))]])
         index = torch.cat(chosen).to(self.images.device)
         return index, self._labels[index]
 

@@ -444,13 +444,12 @@ class Run:
         self.first_task_file = first_task_file
         if strategy.frozen_after_first:  # features do not drift: every compensator would leave prototypes where they are
             compensators = ["none"]
-        self.label_sets = {}  # name -> (share or number of each class, seed of the draw)
-        for amount in strategy.label_sets:
-            name = f"n{amount}" if isinstance(amount, int) else f"{amount:g}"
-            self.label_sets[name] = amount, seed
-            self.label_sets.update({f"{name}@{k}": (amount, k) for k in label_seeds if k != seed and amount != 1.0})
-        self.stores = {name: {row: PrototypeStore() for row in compensators if row == "ldc" or not isinstance(amount, int)}
-                       for name, (amount, _) in self.label_sets.items()}
+        sets = {f"{share:g}": (share, None) for share in strategy.label_fractions}
+        sets.update({f"n{count}": (None, count) for count in strategy.stored})
+        self.label_sets = {name + ("" if k == seed else f"@{k}"): (share, k, count) for name, (share, count) in sets.items()
+                           for k in ([seed] if share == 1 else dict.fromkeys([seed, *label_seeds]))}  # what task.labelled() takes
+        self.stores = {name: {row: PrototypeStore() for row in compensators if row == "ldc" or count is None}
+                       for name, (_, _, count) in self.label_sets.items()}
         self.rows = {name: {} for name in self.stores}
         self.exemplars = {}  # class -> its images in the order that nme would keep them
         self.tasks_done, self.model = 0, None

@@ -827,7 +827,8 @@ class Strategy:
     schedule_every = "epoch"  # or "step": when the learning rate moves
     weights_file = None  # pre-trained weights to begin with
     reads_old_tasks = False  # True only for methods that are not exemplar-free
-    label_sets = (1.0,)  # labelled images that prototypes are made from: shares (float) or numbers (int) of each class
+    label_fractions = (1.0,)  # shares of labelled images that prototypes are made from
+    stored = ()  # and numbers of them in each class
     first_task = FIRST_TASK  # strategies with the same recipe and settings learn the same first task, and share it; or None
 
     def __init__(self, settings, image_size, *, seed=0, device="cpu", amp=False, compile=False):
@@ -1015,7 +1016,7 @@ class Pass(OwnClassifier):
         return {"head": LinearHead(dim, uniform_rows(math.sqrt(3)))}
 
     @property
-    def label_sets(self):
+    def label_fractions(self):
         return (self.settings.label_fraction,)
 
     def visible(self, task):
@@ -1242,6 +1243,7 @@ class Target:
 class BarlowTwins(Strategy):
     """Barlow Twins with a list of distillation targets: the trainer of PFR, CaSSLe and POCON. No label is read."""
 
+    stored = STORED
     first_task = "barlow", tuple(name for name in BARLOW if name not in ("epochs", "label_fractions"))
 
     def build_heads(self, dim):
@@ -1249,8 +1251,8 @@ class BarlowTwins(Strategy):
         return {"projector": mlp(dim, width, width, width)}
 
     @property
-    def label_sets(self):
-        return (*self.settings.label_fractions, *STORED)
+    def label_fractions(self):
+        return self.settings.label_fractions
 
     def visible(self, task):
         return task.without_labels()
@@ -1405,7 +1407,7 @@ class Nncsl(Strategy):
         return {"head": LinearHead(dim, uniform_rows(1)), "projector": mlp(dim, dim, dim, dim // 4)}
 
     @property
-    def label_sets(self):
+    def label_fractions(self):
         return (self.settings.label_fraction,)
 
     def visible(self, task):

@@ -2139,6 +2139,42 @@ def test_labelled_draws_are_exact_and_nested(fraction):
     assert torch.equal(labels, task.labels[index])
     assert set(index.tolist()) <= set(task.labelled(min(1, 2 * fraction), 0)[0].tolist())
     assert fraction == 1 or set(index.tolist()) != set(task.labelled(fraction, 1)[0].tolist())
+    few = task.labelled(None, 0, count=3)
+    assert (few[1].bincount() == 3).all() and (len(index) < len(few[0]) or set(few[0].tolist()) <= set(index.tolist()))
+
+
+def test_label_sets_share_one_backbone():
+    """Draws with other seeds and Table 6's stored features: prototypes of each set are the means of its own images."""
+    stream = data.TaskStream(data.load("demo", limit=20), tasks=10)
+    options = SimpleNamespace(**ldc.resolve_options("demo", "cassle", "smoke", {}))
+    run = ldc.Run(small_strategy("cassle"), stream, options, ["none", "ldc", "oracle"], 0, label_seeds=[0, 7])
+    shares = [f"{share}{draw}" for share in ("0.008", "0.05", "0.25") for draw in ("", "@7")] + ["1"]
+    counts = [f"n{count}{draw}" for count in (5, 50, 100, 500) for draw in ("", "@7")]
+    assert list(run.stores) == shares + counts
+    run.learn_task()
+    task = stream.task(0)
+    feats = ldc.extract(run.model, task.images, task.clean)
+    for name, (share, seed, count) in run.label_sets.items():
+        index, labels = task.labelled(share, seed, count)
+        assert (labels.bincount() == min(20, count or max(1, round(20 * share)))).all()
+        assert torch.equal(run.stores[name]["ldc"].means, ldc.class_means(feats[index], labels, task.classes))
+        assert set(run.stores[name]) == ({"ldc"} if count else {"none", "ldc", "oracle"})
+    assert not torch.equal(run.stores["0.25"]["ldc"].means, run.stores["0.25@7"]["ldc"].means)
+    assert torch.equal(run.stores["n5"]["ldc"].means, run.stores["0.25"]["ldc"].means)
+    projector = ldc.fit_projector(feats, feats.flip(1), epochs=2)  # why n features need no row of their own
+    agree(projector(feats[:50]).mean(0), projector(feats[:50].mean(0)), 1e-5)
+
+
+def test_pass_learns_from_its_labelled_images_alone(monkeypatch):
+    stream, seen = data.TaskStream(data.load("demo", limit=20), tasks=10), []
+    strategy = small_strategy("pass", label_fraction=0.25)
+    loss = strategy.loss
+    monkeypatch.setattr(strategy, "loss", lambda x, y: seen.append(len(x)) or loss(x, y))
+    strategy.learn(stream.task(0))
+    assert strategy.label_fractions == (0.25,) and sum(seen) == 5 * 5 * strategy.epochs(0)
+    index, labels = stream.task(0).labelled(0.25, 0)
+    feats = strategy.snapshot()(stream.task(0).clean(stream.task(0).images[index]))
+    agree(strategy.memory["means"], ldc.class_means(feats, labels, range(5)), 1e-5)
 
 
 # ------------------------------------------------------------------------------------------------------------------

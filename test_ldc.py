@@ -1453,6 +1453,18 @@ def test_efc_draws_the_stored_gaussians_evenly():
         agree(torch.cov(mine.T), factors[c] @ factors[c].T, 0.1)
 
 
+def test_efc_factors_of_singular_covariances():
+    """20 images of a class in 64 dimensions: efc's 1e-5 on the diagonal makes the Cholesky factor exist, and is all it adds."""
+    strategy, task = small_strategy("efc"), data.TaskStream(data.load("demo", limit=20), tasks=10).task(0)
+    strategy.learn(task)
+    model, generator = strategy.snapshot(), torch.Generator().manual_seed(0)
+    feats, labels = (torch.cat(part) for part in zip(*((model(x), y) for x, y in task.epoch(strategy.settings.batch_size, generator))))
+    for c, factor in enumerate(strategy.memory["factors"].double()):
+        covariance = torch.cov(feats[labels == c].double().T)
+        assert torch.linalg.matrix_rank(covariance, hermitian=True) < 20
+        assert (factor @ factor.T - covariance - 1e-5 * torch.eye(64)).abs().max() < 1e-6 * covariance.abs().max()
+
+
 def test_efc_steps_as_written(monkeypatch):
     """Batch-norm stands still after task 1, old images come from the batch before, the rotation head is gone."""
     tasks, strategy = first_tasks(), small_strategy("efc")
@@ -2320,7 +2332,7 @@ def test_result_files(smoke):
     assert {"load", "augment", "step", "features", "compensate", "evaluate"} == set(result["seconds"])
     assert result["torch"] == torch.__version__ and result["device"] == "cpu" and result["settings"]["lambda_kd"] == 10
     log = [json.loads(line) for line in (smoke / "log.jsonl").read_text().splitlines()]
-    assert log[0]["command"].startswith("python ldc.py --scale smoke") and log[-1]["accuracy"]["ldc"] == rows["ldc"]["A_last"]
+    assert log[0]["command"].startswith("python ldc.py --scale smoke") and log[-1]["accuracy"]["1"]["ldc"] == rows["ldc"]["A_last"]
     checkpoint = torch.load(smoke / "checkpoint.pt", weights_only=True)
     assert checkpoint["tasks_done"] == 3 and checkpoint["stores"]["1"]["ldc"]["means"].shape == (50, 64)
 

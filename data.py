@@ -663,29 +663,45 @@ def find_tinyimagenet(data_dir, _):
     return matched(root, train, val, test)
 
 
-def download_zip(url, md5, target):
-    """Fetch a zip, compare its checksum, unpack the one folder in it as `target`; nothing half done remains."""
+def download(url, target, by_hand):
+    """Fetch a file under a temporary name and rename it when it is complete; UserError ends with the way by hand."""
+    import http.client
     import urllib.request
-    import zipfile
-    by_hand = f"fetch it by hand and unzip it as {target}"
+    part = target.with_name(f"{target.name}.{os.getpid()}.tmp")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".download-") as folder:
-            digest = hashlib.md5()
-            with urllib.request.urlopen(url, timeout=30) as source, open(Path(folder, "zip"), "wb") as file:
-                size = int(source.headers.get("Content-Length") or 0)
-                progress = Progress(f"downloading {url}", size >> 20, False, "MB")
-                while block := source.read(1 << 20):
-                    file.write(block)
-                    digest.update(block)
-                    progress.show(file.tell() >> 20)
-            if digest.hexdigest() != md5:
-                raise UserError(f"{url} has checksum {digest.hexdigest()} instead of {md5}: try again, or {by_hand}")
-            zipfile.ZipFile(file.name).extractall(folder)
-            os.rename(next(path for path in Path(folder).iterdir() if path.is_dir()), target)
-    except OSError as error:
+        with urllib.request.urlopen(url, timeout=30) as source, open(part, "wb") as file:
+            size = int(source.headers.get("Content-Length") or 0)
+            progress = Progress(f"downloading {url}", size >> 20, False, "MB")
+            while block := source.read(1 << 20):
+                file.write(block)
+                progress.show(file.tell() >> 20)
+            if file.tell() < size:
+                raise OSError(f"{file.tell()} of {size} bytes came")
+        os.replace(part, target)
+    except (OSError, http.client.HTTPException) as error:
+        part.unlink(missing_ok=True) if target.parent.is_dir() else None
         reason = getattr(error, "reason", error)
         raise UserError(f"cannot download {url} to {target.parent} ({reason}): {by_hand}") from None
+    return target
+
+
+def download_zip(url, md5, target):
+    """Fetch a zip, compare its checksum, unpack the one folder in it as `target`; nothing half done remains."""
+    import zipfile
+    by_hand = f"fetch it by hand and unzip it as {target}"
+    file = download(url, target.with_name(f"{target.name}.zip"), by_hand)
+    try:
+        digest = hashlib.md5(file.read_bytes()).hexdigest()
+        if digest != md5:
+            raise UserError(f"{url} has checksum {digest} instead of {md5}: try again, or {by_hand}")
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".download-") as folder:
+            zipfile.ZipFile(file).extractall(folder)
+            os.rename(next(path for path in Path(folder).iterdir() if path.is_dir()), target)
+    except OSError as error:
+        raise UserError(f"cannot unpack {file} ({error}): {by_hand}") from None
+    finally:
+        file.unlink()
     return target
 
 

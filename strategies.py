@@ -7,15 +7,12 @@ To add one: write a class, enter it in STRATEGIES, give it its settings in PRESE
 import contextlib
 import copy
 import functools
-import http.client
 import json
 import math
-import os
 import random
 import re
 import sys
 import time
-import urllib.request
 import zipfile
 import zlib
 from collections import defaultdict
@@ -28,7 +25,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from data import Progress, UserError, rotate4
+from data import UserError, download, rotate4
 
 # ------------------------------------------------------------------------------------------------------------------
 # Settings: every value with its source. P paper, S its supplement, ldc the authors' code, pycil,
@@ -332,28 +329,8 @@ def find_weights(settings, data_dir):
     else:
         raise UserError(f"--weights {s.weights} is not a file; expected one, or none, {', '.join(WEIGHTS)}, torchvision.")
     target = Path(data_dir, "weights", url.rpartition("/")[2])
-    return target if target.exists() else download(url, target)
-
-
-def download(url, target):
-    """Fetch a file under a temporary name and rename it when it is complete; UserError with the way by hand."""
-    part = target.with_name(f"{target.name}.{os.getpid()}.tmp")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with urllib.request.urlopen(url, timeout=30) as source, open(part, "wb") as file:
-            size = int(source.headers.get("Content-Length") or 0)
-            progress = Progress(f"downloading {url}", size >> 20, False, "MB")
-            while block := source.read(1 << 20):
-                file.write(block)
-                progress.show(file.tell() >> 20)
-            if file.tell() < size:
-                raise OSError(f"{file.tell()} of {size} bytes came")
-        os.replace(part, target)
-    except (OSError, http.client.HTTPException) as error:
-        part.unlink(missing_ok=True) if target.parent.is_dir() else None
-        raise UserError(f"cannot download {url} ({getattr(error, 'reason', error)}): fetch it by hand and put it at "
-                        f"{target}, or name another file with --weights.") from None
-    return target
+    return target if target.exists() else download(url, target, f"fetch it by hand and put it at {target}, or name "
+                                                                "another file with --weights.")
 
 
 def read_safetensors(path):

@@ -1768,7 +1768,7 @@ def test_cars_recipe(jax_arrays, tmp_path, monkeypatch):
         model.dim = DIM
         return model
 
-    monkeypatch.setattr(strategies, "torchvision_backbone", backbone)  # strategies, when merged
+    monkeypatch.setattr(strategies, "torchvision_backbone", backbone)
     strategy = strategies.STRATEGIES["finetune"](settings, 224)
     strategy.weights_file = tmp_path / "a.npz"
     tasks = [SimpleNamespace(index=t, classes=range(3 * t, 3 * t + 3)) for t in (0, 1)]

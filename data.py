@@ -935,7 +935,7 @@ def draw_demo(labels, side, rng):
 # ---------------------------------------------------------------------------------------------------------------------
 # Tasks.
 
-READERS = ("oracle", "nme", "joint", "nncsl-buffer")  # who may look at the images of finished tasks
+READERS = ("oracle", "joint")  # who may look at the images of finished tasks; nme rides on the oracle's pass
 CHUNK = 1024 * 32 * 32  # pixels augmented in one call: several batches of small images share the cost of the call
 
 

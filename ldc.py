@@ -345,7 +345,7 @@ OPTIONS_BY_DATASET = {
     "cars": dict(projector="mlp", ldc_lr=5e-3, ldc_epochs=100),  # P, Table 2
 }
 OPTIONS_BY_STRATEGY = {name: dict(ldc_lr=5e-3, ldc_epochs=100, ldc_batch_size=256, ldc_passes=0)  # P, section 4.3; batch ours
-                       for name in ("pfr", "cassle", "pocon", "nncsl")}
+                       for name in ("joint-ssl", "pfr", "cassle", "pocon", "nncsl")}
 OPTIONS_BY_SCALE = {  # demo: small batches give Adam about the paper's number of steps, 800, on fewer images
     "demo": dict(ldc_batch_size=50, adc_images=20),
     "smoke": dict(ldc_epochs=2, ldc_passes=1, adc_images=4),
@@ -353,7 +353,7 @@ OPTIONS_BY_SCALE = {  # demo: small batches give Adam about the paper's number o
 OLD_IMAGE_ROWS = ("oracle", *(f"nme-{m}" for m in MEMORY))  # the rows that are not exemplar-free
 LDA_ROWS = ("ldc-ridge", "oracle")  # rows that are also read out with lda, as <row>+lda
 LIGHT_ROWS = [name for name in COMPENSATORS if name != "adc" and not name.startswith("nme")]
-DEFAULT_ROWS = {"finetune": list(COMPENSATORS), "lwf": list(COMPENSATORS), "joint": ["none", "oracle"]}  # others: LIGHT_ROWS
+DEFAULT_ROWS = {"finetune": list(COMPENSATORS), "lwf": list(COMPENSATORS), "joint": ["none", "oracle"], "joint-ssl": ["none", "oracle"]}  # others: LIGHT_ROWS
 
 
 def resolve_options(dataset, strategy, scale, overrides):

@@ -152,6 +152,7 @@ PRESETS = {  # strategy -> data set -> settings; "*" holds what all data sets sh
     "efc": {"*": EFC_SETTINGS, **STEM_BY_DATASET, "imagenet100": dict(  # efc: the standard stem, SGD first, heads at 1e-4
         stem="standard", first_optimizer="sgd", first_lr=0.1, first_weight_decay=5e-4, first_epochs=160,
         first_milestones=(80, 120, 150), lr=1e-5, head_lr_factor=10.0), "demo": dict(first_lr=3e-3)},  # ours, as PASS's
+    "joint-ssl": {"*": BARLOW, "imagenet100": BARLOW_IMAGENET, "demo": BARLOW_DEMO},
     "pfr": {"*": PFR, "imagenet100": BARLOW_IMAGENET, "demo": BARLOW_DEMO},
     "cassle": {"*": CASSLE, "imagenet100": BARLOW_IMAGENET, "demo": BARLOW_DEMO},
     # PO publishes no ImageNet command: C's epochs in PO's proportions
@@ -1221,6 +1222,7 @@ class BarlowTwins(Strategy):
     """Barlow Twins with a list of distillation targets: the trainer of PFR, CaSSLe and POCON. No label is read."""
 
     stored = STORED
+    target = None  # what the frozen network of the task before teaches: a method that returns a Target
     first_task = "barlow", tuple(name for name in BARLOW if name not in ("epochs", "label_fractions"))
 
     def build_heads(self, dim):
@@ -1238,7 +1240,7 @@ class BarlowTwins(Strategy):
         """One network learns by itself; after the first task also from its frozen self, by a predictor that persists."""
         self.net.train()
         self.student, self.with_barlow, self.trained, self.targets = None, True, self.net, []
-        if task.index:
+        if task.index and self.target:
             if "predictor" not in self.net:
                 self.net["predictor"] = self.build_predictor().to(self.device)
             # train mode, as CaSSLe and PFR leave it; this copy is not the f_{t-1} of snapshot()
@@ -1296,6 +1298,12 @@ class BarlowTwins(Strategy):
             self.net["predictor"] = self.build_predictor().to(self.device)
         self.net.load_state_dict(state["net"])
         self.memory = state["memory"]
+
+
+class JointSelfSupervised(BarlowTwins):
+    """Barlow Twins on the images of all tasks so far, as Joint: the upper bound of Figure 1 (b)."""
+
+    reads_old_tasks, stored = True, ()
 
 
 class Pfr(BarlowTwins):
@@ -1474,4 +1482,4 @@ class Nncsl(Strategy):
 
 
 STRATEGIES = {"finetune": Finetune, "lwf": LwF, "joint": Joint, "pass": Pass, "fetril": FeTrIL, "fecam": FeCAM, "efc": EFC,
-              "pfr": Pfr, "cassle": Cassle, "pocon": Pocon, "nncsl": Nncsl}
+              "joint-ssl": JointSelfSupervised, "pfr": Pfr, "cassle": Cassle, "pocon": Pocon, "nncsl": Nncsl}

@@ -699,9 +699,9 @@ def peak_memory_mb():
 def provenance(device):
     """Versions, device and commit that made a result."""
     import subprocess
-    import torchvision
+    from importlib import metadata
     git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
-    return {"python": sys.version.split()[0], "torch": torch.__version__, "torchvision": torchvision.__version__,
+    return {"python": sys.version.split()[0], "torch": torch.__version__, "torchvision": metadata.version("torchvision"),
             "device": torch.cuda.get_device_name() if device.type == "cuda" else device.type,
             "threads": torch.get_num_threads(), "commit": git.stdout.strip() or None}
 

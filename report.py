@@ -557,16 +557,16 @@ def document(runs, scale, only, drawn, figures):
         text += paper_table(TABLES[name], runs, scale)
     if not only and known and empty:
         text += [f"Not run at this scale: {', '.join(TABLES[name]['caption'].split('.')[0] for name in empty)}.", ""]
-    text += own_tables(known, scale)
-    for name, missing in drawn.items():
-        _, _, datasets, caption = FIGURES[name]
-        place = f"Numbers: [CSV]({figures}/{name}.csv).{origin(runs, datasets)}\n\n![{name}]({figures}/{name}.png)"
-        text += [f"**{name}.** {caption}. " + (f"Not drawn: {missing}." if missing else place), ""]
     others = {}
     for run in (r for r in runs if r["dataset"] not in NAMES and r["finished"]):
         others.setdefault((run["dataset"], run["strategy"], share_of(run), buffer_of(run)), []).append(run)
     for group in others.values():
         text += ["```", run_table(group).strip("\n"), "```", ""]
+    text += own_tables(runs, scale)
+    for name, missing in drawn.items():
+        _, _, datasets, caption = FIGURES[name]
+        place = f"Numbers: [CSV]({figures}/{name}.csv).{origin(runs, datasets)}\n\n![{name}]({figures}/{name}.png)"
+        text += [f"**{name}.** {caption}. " + (f"Not drawn: {missing}." if missing else place), ""]
     return text
 
 

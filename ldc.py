@@ -699,9 +699,9 @@ def peak_memory_mb():
 def provenance(device):
     """Versions, device and commit that made a result."""
     import subprocess
-    import torchvision
+    from importlib import metadata
     git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
-    return {"python": sys.version.split()[0], "torch": torch.__version__, "torchvision": torchvision.__version__,
+    return {"python": sys.version.split()[0], "torch": torch.__version__, "torchvision": metadata.version("torchvision"),
             "device": torch.cuda.get_device_name() if device.type == "cuda" else device.type,
             "threads": torch.get_num_threads(), "commit": git.stdout.strip() or None}
 
@@ -711,7 +711,8 @@ def identity_of(args, seed):
     return {"dataset": args.dataset, "strategy": args.strategy, "scale": args.scale, "seed": seed,
             "order_seed": seed if args.order_seed is None else args.order_seed, "tasks": args.tasks,
             "first_classes": args.first_classes, "image_size": args.image_size, "class_list": args.class_list, "limit": args.limit,
-            "label_seeds": args.label_seeds, "settings": args.settings, "options": args.options, "compensators": args.compensators}
+            "label_seeds": args.label_seeds, "generated": args.generated, "settings": args.settings, "options": args.options,
+            "compensators": args.compensators}
 
 
 def check_identity(folder, identity):
@@ -746,14 +747,28 @@ def run_seed(args, seed):
         if result and result["finished"]:
             print(f"{folder} is finished, nothing to do.", file=sys.stderr)
             return result
-        run, device = open_run(args, identity), torch.device(args.device)
-        checkpoint = load_checkpoint(folder, device)
-        if checkpoint:
-            run.load_state(checkpoint)
-        elif result:
-            print(f"{folder} has no intact checkpoint; starting again at task 1.", file=sys.stderr)
-        write_json(folder / "args.json", identity)
-        return learn_all(run, folder, {"command": args.command, **identity, **provenance(device)})
+        with failure_recorded(folder, identity):
+            run, device = open_run(args, identity), torch.device(args.device)
+            checkpoint = load_checkpoint(folder, device)
+            if checkpoint:
+                run.load_state(checkpoint)
+            elif result:
+                print(f"{folder} has no intact checkpoint; starting again at task 1.", file=sys.stderr)
+            write_json(folder / "args.json", identity)
+            return learn_all(run, folder, {"command": args.command, **identity, **provenance(device)})
+
+
+@contextlib.contextmanager
+def failure_recorded(folder, identity):
+    """Leave failed.json where a run breaks off by an error, for report.py to say which cell is missing and why."""
+    from data import UserError
+    record = folder / "failed.json"
+    record.unlink(missing_ok=True)
+    try:
+        yield
+    except Exception as error:
+        write_json(record, {**identity, "reason": f"{error}" if isinstance(error, UserError) else f"{type(error).__name__}: {error}"})
+        raise
 
 
 def open_run(args, identity):
@@ -763,7 +778,7 @@ def open_run(args, identity):
     monitor, device = strategies.Monitor(), torch.device(args.device)
     with monitor.phase("load"):
         weights = strategies.find_weights(SimpleNamespace(**args.settings), args.data_dir)  # first: a missing file is said at once
-        dataset = data.load(args.dataset, args.data_dir, image_size=args.image_size, class_list=args.class_list,
+        dataset = data.load("demo" if args.generated else args.dataset, args.data_dir, image_size=args.image_size, class_list=args.class_list,
                             limit=args.limit, workers=args.workers)
     stream = data.TaskStream(dataset, tasks=args.tasks, first_classes=args.first_classes, seed=identity["order_seed"], device=device)
     strategy = strategies.STRATEGIES[args.strategy](args.settings, dataset.image_size, seed=identity["seed"], device=device,
@@ -779,7 +794,7 @@ def first_task_file(args, identity, strategy):
         return None
     recipe, settings = strategy.first_task
     key = {name: identity[name] for name in ("seed", "order_seed", "tasks", "first_classes", "image_size", "class_list", "limit")}
-    key.update({name: args.settings[name] for name in settings})
+    key.update({name: args.settings[name] for name in settings}, **({"generated": True} if args.generated else {}))
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:8]
     folder = Path(args.out_dir, args.scale, args.dataset, "first-task")
     folder.mkdir(parents=True, exist_ok=True)
@@ -827,7 +842,7 @@ class Classifier:
         args, state = read_json(folder / "args.json"), load_checkpoint(folder, device)
         if args is None or state is None:
             raise data.UserError(f"{folder} holds no run: expected args.json and an intact checkpoint.pt there; run ldc.py first.")
-        self.transform = data.Transform(args["dataset"], args["image_size"])
+        self.transform = data.Transform("demo" if args.get("generated") else args["dataset"], args["image_size"])
         strategy = strategies.STRATEGIES[args["strategy"]](args["settings"], self.transform.image_size, device=device)
         strategy.load_state(state["strategy"])
         stores = state["stores"][most_labels(state["stores"])]
@@ -872,6 +887,7 @@ def build_parser():
     add("--tasks", type=int, help="number of tasks (default: 10, and 5 for the demo)")
     add("--first-classes", type=int, help="classes in the first task (default: as many as in the others)")
     add("--image-size", type=int, help="resolution for --dataset folder")
+    add("--generated", action="store_true", default=None, help="generated images stand in for the data set's, whose presets stay")
     add("--limit", type=int, help="use only so many images of each class, for a quick trial (default: all; 20 at scale smoke)")
     add("--class-list", help="file with one class folder a line, for imagenet100 and folder")
     add("--compensators", nargs="+", choices=list(COMPENSATORS), metavar="ROW",

@@ -1,5 +1,6 @@
 """Tests: parity with the original implementations, equations against naive loops, learning, files, every README command."""
 import copy
+import csv
 import json
 import math
 import os
@@ -29,6 +30,7 @@ from torchvision.transforms import InterpolationMode
 
 import data
 import ldc
+import report
 import strategies
 
 HERE = Path(__file__).parent
@@ -2521,3 +2523,259 @@ def test_readme_python_examples_run(smoke, tmp_path):
         done = subprocess.run([sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True,
                               env={**os.environ, "PYTHONPATH": str(HERE)})
         assert done.returncode == 0, done.stderr
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Tables, figures, run_all.sh
+
+
+def listed(*words, **env):
+    """The commands that run_all.sh would run."""
+    done = subprocess.run(["bash", str(HERE / "run_all.sh"), "--list", *words], capture_output=True, text=True, check=True,
+                          env={**os.environ, "PYTHON": "python", **env})
+    return [shlex.split(line) for line in done.stdout.splitlines()]
+
+
+def resolved(words):
+    """A listed command as ldc.py understands it, on a machine without a GPU."""
+    args = ldc.build_parser().parse_args([*words[words.index("ldc.py") + 1:], "--device", "cpu"])
+    ldc.resolve(args)
+    return args
+
+
+def test_paper_values_add_up_to_those_of_the_paper():
+    """Sums over paper.tex: number of values and their sum, number of deviations and their sum."""
+    expected = {"table1": (42, 1908.9, 42, 49.4), "table2": (15, 1030.6, 0, 0), "table3": (38, 916.9, 35, 14.59),
+                "table4": (38, 994.08, 35, 9.36), "table5": (8, 308.8, 8, 11.5), "table6": (5, 157.95, 5, 0.3)}
+    for name, sums in expected.items():
+        values = [value.split("±") for *_, value in report.cells_of(report.TABLES[name]) if value]
+        deviations = [float(parts[1]) for parts in values if len(parts) > 1]
+        assert (len(values), sum(float(parts[0]) for parts in values), len(deviations), sum(deviations)) == pytest.approx(sums), name
+
+
+@pytest.mark.parametrize("scale", ["paper", "small", "smoke"])
+def test_listed_commands_parse_never_collide_and_fill_every_cell(scale):
+    runs = [resolved(words) for words in listed(scale)]
+    folders = [(a.scale, a.dataset, a.strategy, a.tag, *a.seed) for a in runs]
+    assert len(set(folders)) == len(folders) and {a.scale for a in runs} == {scale}
+    fakes = [{"dataset": a.dataset, "strategy": a.strategy, "settings": a.settings, "args": a} for a in runs]
+    for name, table in report.TABLES.items():
+        for *_, words, _ in report.cells_of(table):
+            found = report.find(fakes, **words)
+            assert found, (name, words)
+            strategy = strategies.STRATEGIES[words["strategy"]]
+            assert words["row"] == "head" and hasattr(strategy, "classify") or words["row"] in found[0]["args"].compensators, words
+            assert all(a["args"].generated == (scale == "smoke" or None) for a in found)
+    for name, rows in (("lwf", {f"nme-{m}" for m in ldc.MEMORY} | {"oracle"}), ("cassle", {"oracle"}), ("joint", {"oracle"})):
+        assert all(rows <= set(a.compensators) for a in runs if a.strategy == name)
+
+
+def test_readme_states_the_runs_and_hours_of_run_all():
+    lines = re.findall(r"^(?:table|fig)\S* +(\d) .* ([\d.]+) h$", (HERE / "run_all.sh").read_text(), re.M)
+    hours = sum(int(seeds) * float(each) for seeds, each in lines)
+    assert len(listed("paper")) == sum(int(seeds) for seeds, _ in lines) and len(lines) == len(listed("smoke"))
+    assert f"{len(listed('paper'))} training runs, about {round(hours, -1):.0f} hours" in (HERE / "README.md").read_text()
+
+
+def test_run_all_runs_what_is_asked_for():
+    count = lambda *words, **env: len(listed(*words, **env))  # noqa: E731
+    assert count("table1") == 75 and count("smoke", "table1") == 15 and count("table6") == 3 and count("fig-toy") == 0
+    assert count("table1", "fig-nme", "fig-kde") == 75 and count("table3", "table5", SEEDS="7") == 14  # shared backbones once
+    assert [resolved(words).seed for words in listed("table6", SEEDS="3 5")] == [[3], [5]]
+    assert "--compile" in listed("table6", LDC_FLAGS="--compile")[0] and "w.npz" in listed("table2", WEIGHTS="w.npz")[0]
+    done = subprocess.run(["bash", str(HERE / "run_all.sh"), "tabel1"], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("error: tabel1 is unknown") and done.stderr.count("\n") == 1
+
+
+def test_run_all_goes_on_after_a_failure_and_stops_when_interrupted(tmp_path):
+    """An interpreter that only notes what it was asked to do, fails for FeCAM, and is interrupted in Tiny-ImageNet's EFC."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/asked\ncase "$*" in *fecam*) exit 3;; *"$STOP"*efc*) exit 130;; esac\n')
+    python.chmod(0o755)
+
+    def run(**env):
+        (tmp_path / "asked").write_text("")
+        done = subprocess.run(["bash", str(HERE / "run_all.sh"), "smoke", "table1"], capture_output=True, text=True,
+                              env={**os.environ, "PYTHON": str(python), "OUT": str(tmp_path), "STOP": "nothing", **env})
+        return done, (tmp_path / "asked").read_text().splitlines()
+
+    done, asked = run()
+    assert done.returncode == 1 and len(asked) == 1 + 15 + 1 and asked[-1] == f"report.py {tmp_path} --scale smoke --only table1"
+    assert "3 of 15 runs failed" in done.stderr and done.stderr.count("exit code 3") == 3
+    done, asked = run(STOP="tinyimagenet", JOBS="1")
+    assert done.returncode == 130 and not any(line.startswith("report.py") for line in asked) and len(asked) < 15
+
+
+def fake_run(folder, seed, dataset="cifar100", strategy="lwf", labels="1", finished=True, generated=None, tasks=10, settings=None, **rows):
+    """A result.json whose row `name` has the given A_last and rises to it in equal steps."""
+    full = {name: {"A_last": last, "A_inc": last + 10, "accuracy": [last + tasks - 1 - t for t in range(tasks)],
+                   "first_tasks": {k: [last + t for t in range(tasks)] for k in ("2", "3")},
+                   "oracle_distance": [[last / 1000] * 2 * (t + 1) for t in range(tasks)]} for name, last in rows.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    ldc.write_json(folder / "result.json", {
+        "dataset": dataset, "strategy": strategy, "scale": "paper", "seed": seed, "order_seed": seed, "tasks": tasks, "generated": generated,
+        "settings": settings or {}, "options": {}, "finished": finished, "tasks_done": tasks if finished else 3, "rows": {labels: full},
+        "seconds": {"step": 3600.0}, "task_sizes": [2] * tasks})
+
+
+def table_of(text, caption):
+    """{first cell: further cells} of the table below a caption; a line of the paper's values is named after the line above it."""
+    lines = text[text.index(f"**{caption}"):].split("\n\n")[1].splitlines()[2:]
+    cells, name = {}, None
+    for line in lines:
+        first, *rest = (part.strip() for part in line.strip("|").split("|"))
+        name = f"{name}, paper" if first.startswith("paper") else first
+        cells[name] = rest
+    return cells
+
+
+@pytest.fixture
+def fakes(tmp_path):
+    """Three seeds of LwF, one unfinished; PASS on all and on few labels; NNCSL with a buffer; FeTrIL failed; EFC damaged."""
+    paper = tmp_path / "paper" / "cifar100"
+    for seed, ldc_last in enumerate((45.0, 46.0, 50.0)):
+        fake_run(paper / "lwf" / f"seed{seed}", seed, none=40.0 + seed, sdc=41.0, ldc=ldc_last, oracle=60.0 + seed, **{"nme-20": 44.0, "nme-1": 30.0})
+    fake_run(paper / "lwf" / "seed3", 3, finished=False, none=99.0)
+    fake_run(paper / "lwf-other" / "seed4", 4, none=99.0, settings={"lr": 1.0})
+    ldc.write_json(paper / "lwf" / "seed0" / "result.json", {**report.read_json(paper / "lwf" / "seed0" / "result.json"), "settings": {"lr": 0.05}})
+    fake_run(paper / "pass" / "seed0", 0, strategy="pass", settings={"label_fraction": 1.0}, head=38.0)
+    fake_run(paper / "pass-few" / "seed0", 0, strategy="pass", labels="0.05", settings={"label_fraction": 0.05}, head=15.0)
+    fake_run(paper / "nncsl-a" / "seed0", 0, strategy="nncsl", labels="0.05", settings={"label_fraction": 0.05, "buffer_size": 500}, head=30.0)
+    fake_run(paper / "efc" / "seed0", 0, strategy="efc", head=44.0)
+    damaged = paper / "efc" / "seed0" / "result.json"
+    damaged.write_text(damaged.read_text().replace("44.0", "94.0"))
+    record = {name: None for name in ("first_classes", "image_size", "class_list", "limit", "generated")}
+    (paper / "fetril" / "seed0").mkdir(parents=True)
+    ldc.write_json(paper / "fetril" / "seed0" / "failed.json", {
+        **record, "dataset": "cifar100", "strategy": "fetril", "scale": "paper", "seed": 0, "order_seed": 0, "tasks": 10, "settings": {},
+        "options": {}, "reason": "the disk is full"})
+    return tmp_path
+
+
+def test_tables_say_ours_the_papers_and_what_is_missing(fakes, capsys):
+    assert report.main([str(fakes), "--only", "table1", "table2", "table3"]) == 0
+    shown = capsys.readouterr()
+    text = (fakes / "paper" / "tables.md").read_text()
+    one = table_of(text, "Table 1")
+    assert one["LwF+LDC"][:2] == ["47.0 ± 2.6 (3) [1]", "57.0 ± 2.6 (3) [1]"] and one["LwF+LDC, paper"][:2] == ["45.4 ± 2.8; +1.6", "59.5 ± 3.9; -2.5"]
+    assert one["PASS"] == ["38.0 (1)", "48.0 (1)", *["not run"] * 4] and one["PASS, paper"][2] == "31.2 ± 0.4"
+    assert one["FeTrIL"][0] == "failed [2]" and one["EFC"][0] == "not run"
+    assert "[1] " + str(fakes / "paper" / "cifar100" / "lwf" / "seed3") + ": 3 of 10 tasks" in text
+    assert re.search(r"\[2\] .*fetril/seed0: failed after 0 of 10 tasks: the disk is full", text)
+    assert "efc/seed0/result.json is damaged" in shown.err and "lwf-other/seed4 is left out" in shown.err and "99.0" not in text
+    assert set(table_of(text, "Table 2")["FT+LDC"]) == {"not run"}
+    three = table_of(text, "Table 3")
+    assert three["NNCSL (500)"] == ["no", "yes", "not run", "30.0 (1)", "not run", ""] and three["NNCSL (0)"][3] == "not run"
+    assert three["LwF+NCM"] == ["yes", "no", "", "", "", "41.0 ± 1.0 (3) [1]"]
+    assert three["PASS"] == ["yes", "yes", "not run", "15.0 (1)", "not run", ""] and three["PASS, paper"][2:] == ["5.91", "15.13; -0.1", "15.84", ""]
+    assert "Generated" not in text and "1.00" in text[text.index("**Runs"):]  # hours each
+
+
+def test_comparisons_are_paired_over_seeds(fakes):
+    text = "\n".join(report.document(report.load_runs(fakes / "paper"), "paper", None, {}, "figures"))
+    assert "Not run at this scale: Table 2, Table 4, Table 6." in text
+    # ldc - none = 5, 5, 8: mean 6, deviation sqrt(3), standard error 1; ldc - sdc = 4, 5, 9; ldc - nme-20 = 1, 2, 6
+    assert table_of(text, "Paired")["cifar100 lwf"] == ["+6.0 ± 1.0 (3/3)", "+6.0 ± 1.5 (3/3)", "", "+3.0 ± 1.5 (3/3)", "+14.0 ± 1.0 (3/3)", ""]
+    # the gap is 20 for every seed: 5/20, 5/20, 8/20
+    assert table_of(text, "Share of the naive-to-oracle gap")["cifar100 lwf"][3] == "30 ± 9"
+
+
+def test_generated_images_are_named_in_every_caption(tmp_path):
+    for seed, label_sets in ((0, ("0.25", "0.25@1", "n5")), (1, ("0.25", "0.25@0", "n5"))):
+        folder = tmp_path / "smoke" / "cifar100" / "cassle" / f"seed{seed}"
+        fake_run(folder, seed, strategy="cassle", labels="0.25", generated=True, none=20.0 + seed, sdc=21.0, ldc=30.0, oracle=40.0)
+        result = report.read_json(folder / "result.json")
+        first = result["rows"]["0.25"]
+        again = {name: {**row, "A_last": row["A_last"] + 3} for name, row in first.items()}
+        ldc.write_json(folder / "result.json", {**result, "rows": dict(zip(label_sets, (first, again, {"ldc": first["ldc"]})))})
+    report.main([str(tmp_path), "--only", *report.TABLES, "fig-drift", "fig-kde"])
+    text = (tmp_path / "smoke" / "tables.md").read_text()
+    captions = [line for line in text.splitlines() if re.match(r"\*\*(Table [356]|Ours|Paired|Share|What|fig-drift)", line)]
+    assert len(captions) == 8 and all("Generated images, not CIFAR-100." in line for line in captions)
+    assert table_of(text, "Table 6")["CaSSLe + LDC"][:3] == ["30.0 ± 0.0 (2)", "30.0 ± 0.0 (2)", "no labels n50"]
+    assert table_of(text, "What a seed changes")["cifar100 cassle 25 % of the labels"][0] == "0.71 / 2.12"
+    assert "not run" in table_of(text, "Table 4")["PFR+LDC"] and "**fig-kde.**" in text and "Not drawn: not run." in text
+
+
+def read_csv(path):
+    with open(path, newline="") as f:
+        return list(csv.DictReader(f))
+
+
+def test_figures_are_drawn_from_the_numbers_in_their_csv_files(fakes, capsys):
+    fake_run(fakes / "paper" / "cifar100" / "joint" / "seed0", 0, strategy="joint", oracle=70.0, none=65.0)
+    for seed in range(3):  # seed 3 is unfinished, and no distance at all must not divide by zero
+        fake_run(fakes / "paper" / "cifar100" / "lwf" / f"seed{seed}", seed, none=40.0, sdc=100.0 + seed, ldc=0.0, oracle=60.0, **{"nme-5": 42.0})
+    assert report.main([str(fakes), "--only", *report.FIGURES]) == 0
+    folder = fakes / "paper" / "figures"
+    for name in report.FIGURES:
+        assert (folder / f"{name}.png").read_bytes()[:4] == b"\x89PNG" and not list(folder.glob("*.tmp"))
+    drift = {(n["panel"], n["first_tasks"], n["prototypes"], n["after_task"]): float(n["mean"]) for n in read_csv(folder / "fig-drift.csv")}
+    assert drift["LwF", "3", "corrected", "10"] == 9 and drift["LwF", "2", "joint", "2"] == 71 and ("LwF", "3", "naive", "2") not in drift
+    nme = {(n["method"], n["images_per_class"]): n for n in read_csv(folder / "fig-nme.csv")}
+    assert float(nme["nme", "5"]["mean"]) == 42 and nme["ldc", ""]["seeds"] == "3" and ("nme", "20") not in nme
+    kde = read_csv(folder / "fig-kde.csv")
+    assert {n["panel"] for n in kde} == {"2", "4", "6", "8", "10"}
+    for method, centre, count in (("sdc", 0.101, 6), ("ldc", 0.0, 6)):
+        curve = [(float(n["distance"]), float(n["density"])) for n in kde if n["panel"] == "2" and n["method"] == method]
+        area = sum((y0 + y1) / 2 * (x1 - x0) for (x0, y0), (x1, y1) in zip(curve[:-1], curve[1:]))
+        assert area == pytest.approx(1, abs=0.05) and max(curve, key=lambda p: p[1])[0] == pytest.approx(centre, abs=0.003)
+        assert int(next(n for n in kde if n["panel"] == "2" and n["method"] == method)["classes"]) == count
+    toy = {(n["panel"], n["what"]): np.array([float(n["x"]), float(n["y"])]) for n in read_csv(folder / "fig-toy.csv") if n["space"] == "after"}
+    off = lambda panel, what: np.linalg.norm(toy[panel, what] - toy[panel, "true mean"])  # noqa: E731
+    assert off("translation", "SDC") < 1e-3 and off("translation", "LDC") < 0.05 and off("translation", "prototype") > 3
+    assert off("rotation and scaling", "LDC") < 0.05 and off("rotation and scaling", "SDC") > 2
+
+
+def test_tables_need_neither_torch_nor_matplotlib(fakes, monkeypatch, capsys):
+    done = subprocess.run([sys.executable, "-c", "import sys, report; report.main(sys.argv[1:]); assert 'torch' not in sys.modules",
+                           str(fakes), "--only", "table1"], cwd=HERE, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert report.main([str(fakes), "--only", "table5", "fig-nme"]) == 1
+    assert "fig-nme is not drawn: matplotlib is missing (pip install matplotlib)." in capsys.readouterr().err
+    assert "Table 5" in (fakes / "paper" / "tables.md").read_text() and (fakes / "paper" / "figures" / "fig-nme.csv").exists()
+
+
+def test_readme_results_are_refreshed_between_their_markers(tmp_path, capsys):
+    shutil.copytree(HERE / "results" / "demo", tmp_path / "results" / "demo")
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{report.BEGIN}\nold numbers\n{report.END}\nafter\n")
+    for _ in range(2):
+        assert report.main([str(tmp_path / "results"), "--readme", str(readme)]) == 0
+    text = readme.read_text()
+    assert text.startswith(f"before\n{report.BEGIN}\n\n### Scale demo") and text.endswith(f"{report.END}\nafter\n")
+    assert "old numbers" not in text and text.count("demo, lwf, scale demo: accuracy in % over all classes seen, 3 seeds") == 1
+    readme.write_text("no markers")
+    assert report.main([str(tmp_path / "results"), "--readme", str(readme)]) == 2 and readme.read_text() == "no markers"
+    assert report.main([str(tmp_path / "nowhere")]) == 2
+    assert report.BEGIN in (HERE / "README.md").read_text() and report.END in (HERE / "README.md").read_text()
+
+
+def test_generated_images_stand_in_and_failures_leave_their_reason(tmp_path, monkeypatch, capsys):
+    flags = ["--scale", "smoke", "--tasks", "2", "--limit", "4", "--compensators", "none", "ldc", "--device", "cpu", "--out-dir", str(tmp_path)]
+    folder = tmp_path / "smoke" / "imagenet100" / "lwf" / "seed0"
+    flags += ["--dataset", "imagenet100"]
+    monkeypatch.setattr(ldc.Run, "learn_task", lambda self: (_ for _ in ()).throw(RuntimeError("out of memory")))
+    with pytest.raises(RuntimeError):
+        ldc.main([*flags, "--generated"])
+    failed = ldc.read_json(folder / "failed.json")
+    assert failed["reason"] == "RuntimeError: out of memory" and failed["strategy"] == "lwf" and failed["generated"]
+    assert "failed [1]" in report.paper_table(report.TABLES["table1"], report.load_runs(tmp_path / "smoke"), "smoke")[4]
+    monkeypatch.undo()
+    assert ldc.main([*flags, "--generated"]) == 0
+    assert not (folder / "failed.json").exists() and ldc.read_json(folder / "result.json")["class_names"][0].count(" ") == 2
+    assert "imagenet100, lwf, scale smoke, generated images: accuracy" in capsys.readouterr().out
+    assert ldc.main([*flags, "--data-dir", str(tmp_path)]) == 2  # never taken for a run on the real images
+    assert "holds a run with generated True, but None was asked for" in capsys.readouterr().err
+    from PIL import Image
+    Image.new("RGB", (40, 30), "red").save(tmp_path / "photo.png")
+    assert ldc.main(["--predict", str(tmp_path / "photo.png"), "--run", str(folder), "--device", "cpu"]) == 0
+
+
+def test_failed_run_is_named_in_its_table(tmp_path):
+    done = subprocess.run(["bash", str(HERE / "run_all.sh"), "smoke", "table2"], capture_output=True, text=True,
+                          env={**os.environ, "PYTHON": sys.executable, "OUT": str(tmp_path), "WEIGHTS": str(tmp_path / "missing.npz")})
+    assert done.returncode == 1 and "1 of 1 runs failed" in done.stderr
+    assert set(table_of(done.stdout, "Table 2")["FT+LDC"]) == {"failed [1]"}
+    assert re.search(r"^\[1\] .*cars/finetune/seed0: failed after 0 of 10 tasks: .*missing.npz", done.stdout, re.M)

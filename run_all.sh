@@ -25,6 +25,7 @@ table4                                         3 imagenet100  cassle --label-see
 table1,table3                                  5 cifar100     pass                                           # 37.8; 0.8 h
 table1                                         5 cifar100     efc                                            # 43.6; 0.3 h
 fig-drift                                      5 cifar100     joint                                          # upper bound, no number; 0.9 h
+fig-drift                                      3 cifar100     joint-ssl                                      # upper bound, no number; 10.6 h
 table1                                         5 tinyimagenet pass                                           # 31.2; 6.6 h
 table1                                         5 tinyimagenet efc                                            # 34.1; 2.4 h
 table1,table4                                  5 imagenet100  pass                                           # 38.7; 26.9 h

@@ -2566,7 +2566,7 @@ def test_listed_commands_parse_never_collide_and_fill_every_cell(scale):
             strategy = strategies.STRATEGIES[words["strategy"]]
             assert words["row"] == "head" and hasattr(strategy, "classify") or words["row"] in found[0]["args"].compensators, words
             assert all(a["args"].generated == (scale == "smoke" or None) for a in found)
-    for name, rows in (("lwf", {f"nme-{m}" for m in ldc.MEMORY} | {"oracle"}), ("cassle", {"oracle"}), ("joint", {"oracle"})):
+    for name, rows in (("lwf", {f"nme-{m}" for m in ldc.MEMORY} | {"oracle"}), ("cassle", {"oracle"}), ("joint", {"oracle"}), ("joint-ssl", {"oracle"})):
         assert all(rows <= set(a.compensators) for a in runs if a.strategy == name)
 
 

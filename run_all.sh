@@ -25,7 +25,6 @@ table4                                         3 imagenet100  cassle --label-see
 table1,table3                                  5 cifar100     pass                                           # 37.8; 0.8 h
 table1                                         5 cifar100     efc                                            # 43.6; 0.3 h
 fig-drift                                      5 cifar100     joint                                          # upper bound, no number; 0.9 h
-fig-drift                                      3 cifar100     joint-ssl                                      # upper bound, no number; 10.6 h
 table1                                         5 tinyimagenet pass                                           # 31.2; 6.6 h
 table1                                         5 tinyimagenet efc                                            # 34.1; 2.4 h
 table1,table4                                  5 imagenet100  pass                                           # 38.7; 26.9 h
@@ -58,6 +57,7 @@ table1                                         5 tinyimagenet fetril            
 table1                                         5 tinyimagenet fecam                                          # 24.9; 0.1 h
 table1                                         5 imagenet100  fetril                                         # 40.7; 0.3 h
 table1                                         5 imagenet100  fecam                                          # 42.4; 0.3 h
+fig-drift                                      3 cifar100     joint-ssl                                      # upper bound, no number; 10.6 h
 table3                                         3 cifar100     pfr --label-seeds 0 1 2                        # 25 %: 25.7, 24.8, 33.4; 2.4 h
 table4                                         3 imagenet100  pfr --label-seeds 0 1 2                        # 25 %: 22.0, 19.8, 33.5; 12.7 h
 END

@@ -723,8 +723,8 @@ def check_identity(folder, identity):
     except ValueError as error:
         raise UserError(f"{folder / 'args.json'} is damaged ({error}); delete the folder or choose another --out-dir.") from None
     for name, value in json.loads(json.dumps(identity)).items():
-        if before and before.get(name) != value:
-            old = before.get(name)
+        if before and name in before and before[name] != value:  # what an older version did not know is not compared
+            old = before[name]
             if isinstance(value, dict):
                 name = next(n for n in {**value, **old} if value.get(n) != old.get(n))
                 old, value = old.get(name), value.get(name)

@@ -10,6 +10,7 @@ command line:
 import argparse
 import contextlib
 import copy
+import functools
 import hashlib
 import json
 import os
@@ -283,20 +284,29 @@ class Drift:
     """What a compensator may look at after task t: the current images through both networks. No label, no old image.
 
     feats_old, feats_new (N, d): the clean images through f_{t-1} and f_t, paired. views: lists of the same for a few
-    augmented passes. images: the clean images, indexable. reopened: old classes under f_t, None unless a method that
-    stores images (nme) or the oracle asks for them.
+    augmented passes. Passes are made when a compensator first asks for them. images: the clean images, indexable.
+    reopened: old classes under f_t, None unless a method that stores images (nme) or the oracle asks for them.
     """
 
-    def __init__(self, old_model, new_model, feats_old, feats_new, views, images, limits, options, reopened=None, seed=0):
-        self.old_model, self.new_model, self.feats_old, self.feats_new = old_model, new_model, feats_old, feats_new
-        self.views, self.images, self.limits, self.options, self.seed = views, images, limits, options, seed
+    def __init__(self, old_model, new_model, extract_old, feats_new, extract_views, images, limits, options, reopened=None, seed=0):
+        self.old_model, self.new_model, self.extract_old, self.feats_new = old_model, new_model, extract_old, feats_new
+        self.extract_views, self.images, self.limits, self.options, self.seed = extract_views, images, limits, options, seed
         self.reopened, self.fitted = reopened, {}
+
+    @functools.cached_property
+    def feats_old(self):
+        return self.extract_old()
+
+    @functools.cached_property
+    def views(self):
+        return self.extract_views()
 
     def projector(self, kind="linear", solver="adam"):
         """p_F of Eq. 1, fitted once and shared by all prototypes that it moves."""
         if (kind, solver) not in self.fitted:
             o = self.options
-            feats = self.views if solver == "adam" and self.views[0] else (self.feats_old, self.feats_new)
+            augmented = solver == "adam" and self.views[0]
+            feats = self.views if augmented else (self.feats_old, self.feats_new)
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(self.seed)  # a resumed run fits what an undisturbed one fits
                 self.fitted[kind, solver] = fit_projector(*feats, projector=kind, solver=solver, epochs=o.ldc_epochs,
@@ -403,18 +413,24 @@ class Images:
 
 
 def observe_drift(old, new, task, feats_new, options, seed, reopened):
-    """The current task's images through f_{t-1} and f_t: one clean pass, and a few augmented ones."""
-    generator, views = torch.Generator().manual_seed(seed), ([], [])
-    for _ in range(options.ldc_passes):
+    """The current task's images through f_{t-1} and f_t: a clean pass, and a few augmented ones."""
+    def clean_pass():
+        return extract(old, task.clean_images, task.clean)
+
+    def augmented_passes():
+        generator, views = torch.Generator().manual_seed(seed), ([], [])
+
         def augment(x):  # one draw, both networks
             x = task.augment(x, generator)
             return torch.cat([old(x), new(x)], 1)
-        pair = extract(lambda x: x, task.images, augment)
-        views[0].append(pair[:, :-feats_new.shape[1]])
-        views[1].append(pair[:, -feats_new.shape[1]:])
+        for _ in range(options.ldc_passes):
+            pair = extract(lambda x: x, task.images, augment)
+            views[0].append(pair[:, :-feats_new.shape[1]])
+            views[1].append(pair[:, -feats_new.shape[1]:])
+        return views
+
     images = Images(task)
-    return Drift(old, new, extract(old, task.clean_images, task.clean), feats_new, views, images, images.limits, options,
-                 reopened, seed)
+    return Drift(old, new, clean_pass, feats_new, augmented_passes, images, images.limits, options, reopened, seed)
 
 
 def score(predictions, labels, sizes=()):

@@ -1247,7 +1247,7 @@ def test_compensators_stay_on_one_device(name, fake_cuda):
     cuda = lambda *shape: torch.rand(*shape, device="cuda")  # noqa: E731
     W, images = cuda(12, 6), cuda(40, 3, 2, 2)
     old, new = (lambda x: x.flatten(1) @ W), (lambda x: x.flatten(1) @ W.cos())
-    drift = ldc.Drift(old, new, cuda(40, 6), cuda(40, 6), ([cuda(40, 6)], [cuda(40, 6)]), images, (0.0, 1.0), options)
+    drift = ldc.Drift(old, new, lambda: cuda(40, 6), cuda(40, 6), lambda: ([cuda(40, 6)], [cuda(40, 6)]), images, (0.0, 1.0), options)
     moved = ldc.COMPENSATORS[name](cuda(3, 6), drift)
     assert moved.shape == (3, 6) and moved.device.type == "cuda"
     assert ldc.ncm(cuda(5, 6), moved).device.type == "cuda"

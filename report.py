@@ -412,8 +412,8 @@ def draw_nme(plt, numbers):
         sizes = [int(n["images_per_class"]) for n in curve]
         axis.plot(sizes, [n["mean"] for n in curve], color=BLUE, marker="o", label="NME")
         for name, colour, dash, label in (("ldc", ORANGE, "--", "LDC, none stored"), ("oracle", BLACK, ":", "oracle, all stored")):
-            level = [n["mean"] for n in lines if n["method"] == name]
-            axis.plot(sizes, level * len(sizes), color=colour, linestyle=dash, label=label)
+            for n in (n for n in lines if n["method"] == name):
+                axis.plot(sizes, [n["mean"]] * len(sizes), color=colour, linestyle=dash, label=label)
         axis.set_xscale("log")
         axis.set_xticks(sizes, [str(m) for m in sizes])
         axis.minorticks_off()
@@ -574,7 +574,7 @@ def document(runs, scale, only, drawn, figures):
 def write(path, text):
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text)
+    temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
 
 
@@ -583,7 +583,7 @@ BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 
 def refresh(readme, text):
     """Put the text between the two markers of README.md; False where they are not there."""
-    before, found, rest = readme.read_text().partition(BEGIN)
+    before, found, rest = (readme.read_text(encoding="utf-8") if readme.is_file() else "").partition(BEGIN)
     _, closed, after = rest.partition(END)
     if found and closed:
         write(readme, f"{before}{BEGIN}\n\n{text.strip()}\n\n{END}{after}")

@@ -2677,6 +2677,8 @@ def test_tables_say_ours_the_papers_and_what_is_missing(fakes, capsys):
 def test_comparisons_are_paired_over_seeds(fakes):
     text = "\n".join(report.document(report.load_runs(fakes / "paper"), "paper", None, {}, "figures"))
     assert "Not run at this scale: Table 2, Table 4, Table 6." in text
+    assert set(table_of(text, "Table 1")) == {f"{n}{p}" for n in ("LwF+NCM", "LwF+SDC", "LwF+LDC", "PASS", "FeTrIL") for p in ("", ", paper")}
+    assert len(table_of(text, "Table 1")["PASS"]) == 2 and "Not run: Tiny-ImageNet A_last, " in text and "A_inc, FeCAM, EFC" in text
     # ldc - none = 5, 5, 8: mean 6, deviation sqrt(3), standard error 1; ldc - sdc = 4, 5, 9; ldc - nme-20 = 1, 2, 6
     assert table_of(text, "Paired")["cifar100 lwf"] == ["+6.0 ± 1.0 (3/3)", "+6.0 ± 1.5 (3/3)", "", "+3.0 ± 1.5 (3/3)", "+14.0 ± 1.0 (3/3)", ""]
     # the gap is 20 for every seed: 5/20, 5/20, 8/20
@@ -2767,7 +2769,7 @@ def test_generated_images_stand_in_and_failures_leave_their_reason(tmp_path, mon
         ldc.main([*flags, "--generated"])
     failed = ldc.read_json(folder / "failed.json")
     assert failed["reason"] == "RuntimeError: out of memory" and failed["strategy"] == "lwf" and failed["generated"]
-    assert "failed [1]" in report.paper_table(report.TABLES["table1"], report.load_runs(tmp_path / "smoke"), "smoke")[4]
+    assert "failed [1]" in report.paper_table(report.TABLES["table1"], report.load_runs(tmp_path / "smoke"), "smoke", False)[4]
     monkeypatch.undo()
     assert ldc.main([*flags, "--generated"]) == 0
     assert not (folder / "failed.json").exists() and ldc.read_json(folder / "result.json")["class_names"][0].count(" ") == 2

@@ -224,25 +224,33 @@ def cell(runs, words, notes):
     return (f"{spread(list(numbers.values()))} ({len(numbers)})" if numbers else why) + marks
 
 
-def paper_table(table, runs, scale):
-    """One table of the paper: under each line of ours the paper's value and the difference; our own rows below."""
-    grid, notes = {}, []
+def paper_table(table, runs, scale, whole):
+    """One table of the paper: under each line of ours the paper's value and the difference; our own rows below.
+
+    Lines and columns in which nothing was run are left out and named, unless the whole table is asked for.
+    """
+    grid, notes, names = {}, [], [name for name, _ in table["columns"]]
     for i, j, words, paper in cells_of(table):
         numbers = by_seed(runs, **words).values()
         ahead = f"; {statistics.mean(numbers) - float(paper.split('±')[0]):+.1f}" if paper and numbers else ""
         grid[i, j] = cell(runs, words, notes), paper.replace("±", " ± ") + ahead
+    run = [place for place, (ours, _) in grid.items() if whole or ours != "not run"]
+    columns = [j for j in range(len(names)) if any(j == place[1] for place in run)]
     marks = ["exemplar-free", "semi-sup."] if "marks" in table else []
-    header, blocks = ["", *marks, *(name for name, _ in table["columns"])], ([], [])
+    header, blocks, missing = ["", *marks, *(names[j] for j in columns)], ([], []), [n for j, n in enumerate(names) if j not in columns]
     for i, (name, words, paper) in enumerate(table["rows"]):
+        if not any(i == place[0] for place in run):
+            missing.append(name)
+            continue
         ticks = ["no" if words.get("buffer_size") else "yes", "yes" if paper[-1:] in "-" else "no"] if marks else []
-        cells = [grid.get((i, j), ("", "")) for j in range(len(table["columns"]))]
+        cells = [grid.get((i, j), ("", "")) for j in columns]
         blocks[not paper].append([name, *ticks, *(ours for ours, _ in cells)])
         if paper:
             blocks[0].append(["  paper; ours - paper", *[""] * len(marks), *(theirs for _, theirs in cells)])
     datasets = {words["dataset"] for _, _, words, _ in cells_of(table)}
     text = [f"**{table['caption']}.** Scale {scale}.{origin(runs, datasets)}", "", *markdown(header, blocks[0]), ""]
-    if blocks[1]:
-        text += ["Ours, not in the paper, on the same backbones:", "", *markdown(header, blocks[1]), ""]
+    text += ["Ours, not in the paper, on the same backbones:", "", *markdown(header, blocks[1]), ""] if blocks[1] else []
+    text += [f"Not run: {', '.join(dict.fromkeys(missing))}.", ""] if missing else []
     return text + [f"[{k}] {note}  " for k, note in enumerate(notes, 1)] + [""] * bool(notes)
 
 
@@ -412,8 +420,8 @@ def draw_nme(plt, numbers):
         sizes = [int(n["images_per_class"]) for n in curve]
         axis.plot(sizes, [n["mean"] for n in curve], color=BLUE, marker="o", label="NME")
         for name, colour, dash, label in (("ldc", ORANGE, "--", "LDC, none stored"), ("oracle", BLACK, ":", "oracle, all stored")):
-            level = [n["mean"] for n in lines if n["method"] == name]
-            axis.plot(sizes, level * len(sizes), color=colour, linestyle=dash, label=label)
+            for n in (n for n in lines if n["method"] == name):
+                axis.plot(sizes, [n["mean"]] * len(sizes), color=colour, linestyle=dash, label=label)
         axis.set_xscale("log")
         axis.set_xticks(sizes, [str(m) for m in sizes])
         axis.minorticks_off()
@@ -555,7 +563,7 @@ def document(runs, scale, only, drawn, figures):
     if wanted:
         text += ["Accuracy in %: mean ± sample standard deviation (seeds); below it the paper's value, and ours minus that.", ""]
     for name in wanted:
-        text += paper_table(TABLES[name], runs, scale)
+        text += paper_table(TABLES[name], runs, scale, whole=bool(only))
     if not only and known and empty:
         text += [f"Not run at this scale: {', '.join(TABLES[name]['caption'].split('.')[0] for name in empty)}.", ""]
     others = {}
@@ -574,7 +582,7 @@ def document(runs, scale, only, drawn, figures):
 def write(path, text):
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text)
+    temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
 
 
@@ -583,7 +591,7 @@ BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 
 def refresh(readme, text):
     """Put the text between the two markers of README.md; False where they are not there."""
-    before, found, rest = readme.read_text().partition(BEGIN)
+    before, found, rest = (readme.read_text(encoding="utf-8") if readme.is_file() else "").partition(BEGIN)
     _, closed, after = rest.partition(END)
     if found and closed:
         write(readme, f"{before}{BEGIN}\n\n{text.strip()}\n\n{END}{after}")

@@ -2594,15 +2594,17 @@ def test_run_all_goes_on_after_a_failure_and_stops_when_interrupted(tmp_path):
     python.write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/asked\ncase "$*" in *fecam*) exit 3;; *"$STOP"*efc*) exit 130;; esac\n')
     python.chmod(0o755)
 
-    def run(**env):
+    def run(what="table1", **env):
         (tmp_path / "asked").write_text("")
-        done = subprocess.run(["bash", str(HERE / "run_all.sh"), "smoke", "table1"], capture_output=True, text=True,
+        done = subprocess.run(["bash", str(HERE / "run_all.sh"), "smoke", what], capture_output=True, text=True,
                               env={**os.environ, "PYTHON": str(python), "OUT": str(tmp_path), "STOP": "nothing", **env})
         return done, (tmp_path / "asked").read_text().splitlines()
 
     done, asked = run()
     assert done.returncode == 1 and len(asked) == 1 + 15 + 1 and asked[-1] == f"report.py {tmp_path} --scale smoke --only table1"
     assert "3 of 15 runs failed" in done.stderr and done.stderr.count("exit code 3") == 3
+    done, asked = run("fig-toy")  # needs no run
+    assert done.returncode == 0 and asked[1:] == [f"report.py {tmp_path} --scale smoke --only fig-toy"]
     done, asked = run(STOP="tinyimagenet", JOBS="1")
     assert done.returncode == 130 and not any(line.startswith("report.py") for line in asked) and len(asked) < 15
 
@@ -2675,6 +2677,8 @@ def test_tables_say_ours_the_papers_and_what_is_missing(fakes, capsys):
 def test_comparisons_are_paired_over_seeds(fakes):
     text = "\n".join(report.document(report.load_runs(fakes / "paper"), "paper", None, {}, "figures"))
     assert "Not run at this scale: Table 2, Table 4, Table 6." in text
+    assert set(table_of(text, "Table 1")) == {f"{n}{p}" for n in ("LwF+NCM", "LwF+SDC", "LwF+LDC", "PASS", "FeTrIL") for p in ("", ", paper")}
+    assert len(table_of(text, "Table 1")["PASS"]) == 2 and "Not run: Tiny-ImageNet A_last, " in text and "A_inc, FeCAM, EFC" in text
     # ldc - none = 5, 5, 8: mean 6, deviation sqrt(3), standard error 1; ldc - sdc = 4, 5, 9; ldc - nme-20 = 1, 2, 6
     assert table_of(text, "Paired")["cifar100 lwf"] == ["+6.0 ± 1.0 (3/3)", "+6.0 ± 1.5 (3/3)", "", "+3.0 ± 1.5 (3/3)", "+14.0 ± 1.0 (3/3)", ""]
     # the gap is 20 for every seed: 5/20, 5/20, 8/20
@@ -2708,13 +2712,14 @@ def test_figures_are_drawn_from_the_numbers_in_their_csv_files(fakes, capsys):
     fake_run(fakes / "paper" / "cifar100" / "joint-ssl" / "seed0", 0, strategy="joint-ssl", oracle=50.0, none=45.0)
     for seed in range(3):  # seed 3 is unfinished, and no distance at all must not divide by zero
         fake_run(fakes / "paper" / "cifar100" / "lwf" / f"seed{seed}", seed, none=40.0, sdc=100.0 + seed, ldc=0.0, oracle=60.0, **{"nme-5": 42.0})
+    fake_run(fakes / "paper" / "tinyimagenet" / "lwf" / "seed0", 0, dataset="tinyimagenet", **{"nme-5": 42.0, "nme-20": 43.0})  # no ldc
     assert report.main([str(fakes), "--only", *report.FIGURES]) == 0
     folder = fakes / "paper" / "figures"
     for name in report.FIGURES:
         assert (folder / f"{name}.png").read_bytes()[:4] == b"\x89PNG" and not list(folder.glob("*.tmp"))
     drift = {(n["panel"], n["first_tasks"], n["prototypes"], n["after_task"]): float(n["mean"]) for n in read_csv(folder / "fig-drift.csv")}
     assert drift["LwF", "3", "corrected", "10"] == 9 and drift["LwF", "2", "joint", "2"] == 71 and drift["CaSSLe", "2", "joint", "2"] == 51 and ("LwF", "3", "naive", "2") not in drift
-    nme = {(n["method"], n["images_per_class"]): n for n in read_csv(folder / "fig-nme.csv")}
+    nme = {(n["method"], n["images_per_class"]): n for n in read_csv(folder / "fig-nme.csv") if n["panel"] == "cifar100"}
     assert float(nme["nme", "5"]["mean"]) == 42 and nme["ldc", ""]["seeds"] == "3" and ("nme", "20") not in nme
     kde = read_csv(folder / "fig-kde.csv")
     assert {n["panel"] for n in kde} == {"2", "4", "6", "8", "10"}
@@ -2750,6 +2755,7 @@ def test_readme_results_are_refreshed_between_their_markers(tmp_path, capsys):
     assert "old numbers" not in text and text.count("demo, lwf, scale demo: accuracy in % over all classes seen, 3 seeds") == 1
     readme.write_text("no markers")
     assert report.main([str(tmp_path / "results"), "--readme", str(readme)]) == 2 and readme.read_text() == "no markers"
+    assert report.main([str(tmp_path / "results"), "--readme", str(tmp_path / "nowhere.md")]) == 2
     assert report.main([str(tmp_path / "nowhere")]) == 2
     assert report.BEGIN in (HERE / "README.md").read_text() and report.END in (HERE / "README.md").read_text()
 
@@ -2763,7 +2769,7 @@ def test_generated_images_stand_in_and_failures_leave_their_reason(tmp_path, mon
         ldc.main([*flags, "--generated"])
     failed = ldc.read_json(folder / "failed.json")
     assert failed["reason"] == "RuntimeError: out of memory" and failed["strategy"] == "lwf" and failed["generated"]
-    assert "failed [1]" in report.paper_table(report.TABLES["table1"], report.load_runs(tmp_path / "smoke"), "smoke")[4]
+    assert "failed [1]" in report.paper_table(report.TABLES["table1"], report.load_runs(tmp_path / "smoke"), "smoke", False)[4]
     monkeypatch.undo()
     assert ldc.main([*flags, "--generated"]) == 0
     assert not (folder / "failed.json").exists() and ldc.read_json(folder / "result.json")["class_names"][0].count(" ") == 2

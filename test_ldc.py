@@ -2310,7 +2310,8 @@ def test_learning_floor(tmp_path):
 
     Removing the compensation, COMPENSATORS["ldc"] = lambda p, drift: p, fails this test.
     """
-    run = open_run("--seed", "2", "--out-dir", str(tmp_path), "--compensators", "none", "ldc", "ldc-ridge", "oracle")
+    run = open_run("--seed", "2", "--first-epochs", "12", "--epochs", "6", "--limit", "140", "--out-dir", str(tmp_path),
+                   "--compensators", "none", "ldc", "ldc-ridge", "oracle")
     for _ in range(2):
         run.learn_task()
     first, second = ({name: row["accuracy"][t] for name, row in run.rows["1"].items()} for t in (0, 1))

@@ -2310,7 +2310,7 @@ def test_learning_floor(tmp_path):
 
     Removing the compensation, COMPENSATORS["ldc"] = lambda p, drift: p, fails this test.
     """
-    run = open_run("--seed", "2", "--first-epochs", "12", "--epochs", "6", "--limit", "140", "--out-dir", str(tmp_path),
+    run = open_run("--seed", "2", "--first-epochs", "12", "--epochs", "6", "--out-dir", str(tmp_path),
                    "--compensators", "none", "ldc", "ldc-ridge", "oracle")
     for _ in range(2):
         run.learn_task()

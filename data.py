@@ -315,7 +315,8 @@ class View:
 def view_recipes(recipe, size):
     """The views of a recipe at an image size: up to 64 pixels as the repositories treat CIFAR, above as ImageNet.
 
-    asymmetric: Barlow Twins in CaSSLe and PFR; symmetric: SimCLR in POCON; multi: NNCSL, two large and two small crops.
+    asymmetric: Barlow Twins in CaSSLe and PFR; symmetric: SimCLR in POCON; mild: ours, for few steps, larger crops that keep
+    their colours; multi: NNCSL, two large and two small crops.
     """
     large = size > 64
     if recipe == "asymmetric":
@@ -323,6 +324,8 @@ def view_recipes(recipe, size):
         return replace(view, blur=1.0 * large), replace(view, blur=0.1 * large, solarise=0.2)
     if recipe == "symmetric":
         return (View(size, blur=0.5 if size >= 64 else 0.0),) * 2
+    if recipe == "mild":
+        return (View(size, (0.3, 1.0), gray=0.0),) * 2
     if recipe != "multi":
         raise ValueError(f"unknown recipe {recipe!r}")
     if large:
@@ -824,7 +827,7 @@ class Transform:
         return batches
 
     def two_views(self, images, generator=None, recipe="asymmetric"):
-        """Two views of each image: "asymmetric" (Barlow Twins, some solarised in the second) or "symmetric" (SimCLR)."""
+        """Two views of each image: "asymmetric" (Barlow Twins, some solarised in the second), "symmetric" (SimCLR) or "mild"."""
         return tuple(self.views(images, generator, recipe))
 
     def multi_crop(self, images, generator=None):

@@ -315,8 +315,8 @@ class View:
 def view_recipes(recipe, size):
     """The views of a recipe at an image size: up to 64 pixels as the repositories treat CIFAR, above as ImageNet.
 
-    asymmetric: Barlow Twins in CaSSLe and PFR; symmetric: SimCLR in POCON; mild: ours, for few steps, larger crops that keep
-    their colours; multi: NNCSL, two large and two small crops.
+    asymmetric: Barlow Twins in CaSSLe and PFR; symmetric: SimCLR in POCON; mild and crops: ours, for few steps; multi: NNCSL, two
+    large and two small crops.
     """
     large = size > 64
     if recipe == "asymmetric":
@@ -324,8 +324,9 @@ def view_recipes(recipe, size):
         return replace(view, blur=1.0 * large), replace(view, blur=0.1 * large, solarise=0.2)
     if recipe == "symmetric":
         return (View(size, blur=0.5 if size >= 64 else 0.0),) * 2
-    if recipe == "mild":
-        return (View(size, (0.3, 1.0), gray=0.0),) * 2
+    if recipe in ("mild", "crops"):
+        view = View(size, (0.3, 1.0), gray=0.0)
+        return (view if recipe == "mild" else replace(view, jitter=(0.0,) * 4),) * 2
     if recipe != "multi":
         raise ValueError(f"unknown recipe {recipe!r}")
     if large:
@@ -827,7 +828,7 @@ class Transform:
         return batches
 
     def two_views(self, images, generator=None, recipe="asymmetric"):
-        """Two views of each image: "asymmetric" (Barlow Twins, some solarised in the second), "symmetric" (SimCLR) or "mild"."""
+        """Two views of each image, by view_recipes's "asymmetric", "symmetric", "mild" or "crops"."""
         return tuple(self.views(images, generator, recipe))
 
     def multi_crop(self, images, generator=None):
@@ -926,11 +927,12 @@ def draw_demo(labels, side, rng):
     pair = np.array(list(PALETTES.values()), np.float32)[palette] + uniform(-0.14, 0.14, 2, 3)
     colour = pair[:, 0, :, None, None] * (1 - mix) + pair[:, 1, :, None, None] * mix
     slope = uniform(-1, 1, 1, 1) * grid[:, None] + uniform(-1, 1, 1, 1) * grid
-    ground = uniform(0.2, 0.8, 3, 1, 1) + uniform(-0.2, 0.2, 3, 1, 1) * slope[:, None]
+    # a dull ground: where its colour varied as much as the shape's, that was what Barlow Twins learnt first
+    ground = uniform(0.3, 0.7, 3, 1, 1) + uniform(-0.15, 0.15, 3, 1, 1) * slope[:, None]
     for _ in range(3):  # clutter behind the shape
         centre = [axis - uniform(-1, 1, 1, 1) for axis in (grid[None, None, :], grid[None, :, None])]
         blob = np.hypot(*centre) - uniform(0.1, 0.35, 1, 1)
-        ground += np.clip(0.5 - blob * side / 2, 0, 1)[:, None] * (uniform(0, 1, 3, 1, 1) - ground)
+        ground += np.clip(0.5 - blob * side / 2, 0, 1)[:, None] * (uniform(0.1, 0.9, 3, 1, 1) - ground)
     image = ground + mask[:, None] * (colour * uniform(0.75, 1.1, 1, 1, 1) - ground)
     return (np.clip(image + rng.normal(0, 0.03, image.shape), 0, 1) * 255).round().astype(np.uint8)
 

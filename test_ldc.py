@@ -2322,6 +2322,25 @@ def test_learning_floor(tmp_path):
         assert row < 0.8 * left_alone
 
 
+def test_self_supervised_learning_floor(tmp_path):
+    """Barlow Twins makes better features than a random backbone; then CaSSLe's drift is what LDC undoes, label or no label.
+
+    Removing the compensation, or the views (two copies of each image), fails this test.
+    """
+    run = open_run("--strategy", "cassle", "--seed", "2", "--limit", "100", "--first-epochs", "10", "--epochs", "8",
+                   "--out-dir", str(tmp_path), "--compensators", "none", "ldc", "oracle")
+    task, (images, labels) = run.stream.task(0), next(iter(run.stream.test(0)))
+    feats, test = (ldc.extract(run.strategy.features, x, task.clean) for x in (task.images, images))
+    random_backbone, _ = ldc.score(ldc.ncm(test, ldc.class_means(feats, task.labels, task.classes)), labels)
+    for _ in range(2):
+        run.learn_task()
+    assert run.rows["1"]["none"]["accuracy"][0] > random_backbone + 10
+    for rows in (run.rows["0.25"], run.rows["1"]):
+        none, moved, oracle = (rows[name] for name in ("none", "ldc", "oracle"))
+        assert none["accuracy"][1] < moved["accuracy"][1] < oracle["accuracy"][1] + 1
+        assert sum(moved["oracle_distance"][1][:10]) < 0.5 * sum(none["oracle_distance"][1][:10])
+
+
 def test_result_files(smoke):
     result = json.loads((smoke / "result.json").read_text())
     assert result["finished"] and result["tasks_done"] == 3 and sorted(result["class_order"]) == list(range(50))

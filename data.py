@@ -858,7 +858,7 @@ def load(name, data_dir="data", *, image_size=None, class_list=None, limit=None,
     if class_list and name not in ("imagenet100", "folder"):
         raise UserError(f"--class-list is for imagenet100 and folder, not for {name}")
     if name == "demo":
-        return Dataset(name, *demo_images(spec.size), limit=limit)
+        return Dataset(name, *demo_images(spec.size, limit), limit=limit)
     if not data_dir.is_dir() and name not in ("cifar100", "tinyimagenet"):  # those two can be downloaded
         raise UserError(f"the data folder {data_dir} does not exist: create it or name another with --data-dir")
     found = spec.find(data_dir, class_list)
@@ -899,19 +899,20 @@ PALETTES = {"red": ((0.9, 0.25, 0.2), (0.95, 0.8, 0.3)), "blue": ((0.2, 0.35, 0.
 DEMO_TRAIN, DEMO_TEST = 200, 40
 
 
-def demo_images(side):
-    """(class names, train Split, test Split) of 50 classes, the same in every run."""
+def demo_images(side, limit=None):
+    """(class names, train Split, test Split) of 50 classes, the same in every run; the first `limit` images of each class."""
     names = [f"{texture} {palette} {shape}" for shape in SHAPES for texture in TEXTURES for palette in PALETTES]
-    each = DEMO_TRAIN + DEMO_TEST
-    images = draw_demo(np.repeat(np.arange(len(names)), each), side, np.random.default_rng(0))
-    parts = np.split(images.reshape(len(names), each, 3, side, side), [DEMO_TRAIN], axis=1)
+    ranks = [np.arange(count) < (limit or count) for count in (DEMO_TRAIN, DEMO_TEST)]
+    labels, keep = np.repeat(np.arange(len(names)), DEMO_TRAIN + DEMO_TEST), np.tile(np.concatenate(ranks), len(names))
+    images = draw_demo(labels, side, np.random.default_rng(0), keep)
+    parts = np.split(images.reshape(len(names), -1, 3, side, side), [ranks[0].sum()], axis=1)
     return names, *(Split(part.reshape(-1, 3, side, side), [part.shape[1]] * len(names)) for part in parts)
 
 
-def draw_demo(labels, side, rng):
-    """Render one image per label: uint8 (N, 3, side, side)."""
-    n = len(labels)
-    uniform = lambda low, high, *shape: rng.uniform(low, high, (n, *shape)).astype(np.float32)  # noqa: E731
+def draw_demo(labels, side, rng, keep=slice(None)):
+    """Render one image per label, of which only those that `keep` selects are worked out: uint8 (N, 3, side, side)."""
+    n, labels = len(labels), labels[keep]
+    uniform = lambda low, high, *shape: rng.uniform(low, high, (n, *shape)).astype(np.float32)[keep]  # noqa: E731
     shape, texture, palette = labels // 10, labels // 5 % 2, labels % 5
     grid = (np.arange(side, dtype=np.float32) + 0.5) / side * 2 - 1
     x, y = grid[None, None, :] - uniform(-0.25, 0.25, 1, 1), grid[None, :, None] - uniform(-0.25, 0.25, 1, 1)
@@ -934,7 +935,7 @@ def draw_demo(labels, side, rng):
         blob = np.hypot(*centre) - uniform(0.1, 0.35, 1, 1)
         ground += np.clip(0.5 - blob * side / 2, 0, 1)[:, None] * (uniform(0.1, 0.9, 3, 1, 1) - ground)
     image = ground + mask[:, None] * (colour * uniform(0.75, 1.1, 1, 1, 1) - ground)
-    return (np.clip(image + rng.normal(0, 0.03, image.shape), 0, 1) * 255).round().astype(np.uint8)
+    return (np.clip(image + rng.normal(0, 0.03, (n, *image.shape[1:]))[keep], 0, 1) * 255).round().astype(np.uint8)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -252,6 +252,11 @@ def test_view_recipes_are_the_papers():
     assert (first.blur, second.blur, first.solarise, second.solarise) == (1.0, 0.1, 0, 0.2)
     assert data.view_recipes("symmetric", 32) == (data.View(32, jitter=(0.4, 0.4, 0.4, 0.1), gray=0.2),) * 2
     assert [v.blur for v in data.view_recipes("symmetric", 64)] == [0.5, 0.5]
+    mild, crops = (data.view_recipes(recipe, 32)[0] for recipe in ("mild", "crops"))
+    assert mild == data.View(32, (0.3, 1.0), gray=0.0)
+    flat = torch.tensor([200, 50, 30], dtype=torch.uint8)[None, :, None, None].expand(40, 3, 32, 32)
+    seen = [data.apply_view(flat, data.draw_view(40, 32, view, gen()), view) for view in (crops, mild)]
+    assert torch.allclose(seen[0], flat.float(), atol=0.01) and not torch.allclose(seen[1], flat.float(), atol=20)
     multi = data.view_recipes("multi", 32)
     assert [(v.size, v.area) for v in multi] == [(32, (0.75, 1.0))] * 2 + [(18, (0.3, 0.75))] * 2
     assert all((v.solarise, v.threshold, v.equalise, v.gray, v.blur) == (0.2, None, 0.2, 0, 0) for v in multi)
@@ -329,7 +334,7 @@ def test_every_pipeline_stays_on_the_device(name):
     dataset = make_dataset(name)
     side, n = dataset.spec.train.side, 32
     plans = {recipe: [(view, data.draw_view(n, side, view, gen(i))) for i, view in enumerate(data.view_recipes(recipe, dataset.image_size))]
-             for recipe in ("asymmetric", "symmetric", "multi")}
+             for recipe in ("asymmetric", "symmetric", "mild", "multi")}
     augment = dataset.draw_augment(n, gen())
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         cuda = lambda plan: tree_map(lambda v: mode.from_tensor(v).to("cuda") if isinstance(v, torch.Tensor) else v, plan)  # noqa: E731
@@ -468,8 +473,10 @@ def test_cars_keep_two_forms_of_a_training_image():
 
 
 def test_demo_is_deterministic_and_can_be_learned(demo):
-    again = data.load("demo")
+    again, few = data.load("demo"), data.load("demo", limit=60)
     assert demo.num_classes == 50 and all(torch.equal(demo.train_images(c), again.train_images(c)) for c in (0, 17, 29))
+    for full, limited in ((demo.train_images, few.train_images), (demo.test_images, few.test_images)):  # drawn by themselves, and the same
+        assert all(torch.equal(full(c)[:60], limited(c)) for c in (0, 17, 49))
     assert len({image.numpy().tobytes() for c in range(50) for image in torch.cat([demo.train_images(c), demo.test_images(c)])}) == 12000
     x, test = (torch.cat([of(c) for c in range(50)]).float().flatten(1) for of in (demo.train_images, demo.test_images))
     y, labels = torch.arange(50).repeat_interleave(200), torch.arange(50).repeat_interleave(40)

@@ -172,7 +172,7 @@ SCALES = {  # one rule for every strategy: epochs, milestones and warm-ups and b
 # layer by a fifth a step, which takes thousands of steps to pay. At the rate that its warm-up starts from it is plain SGD, as POCON's
 # (0.003 x barlow_scale 0.1 = 0.01 x 0.025). Ten classes of CIFAR-100, three epochs, nearest mean: random 28.8, 0.01 27.7, 0.003 31.4.
 VIEWS = "asymmetric", "symmetric", "mild", "crops"
-SHORT = {"small": dict(first_epochs=20, epochs=12, expert_epochs=12, batch_size=64, views="mild"),
+SHORT = {"small": dict(first_epochs=20, epochs=6, expert_epochs=6, batch_size=64, views="mild"),
          "demo": dict(first_epochs=12, epochs=8, expert_epochs=8, batch_size=32, views="crops")}
 
 

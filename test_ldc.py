@@ -2534,7 +2534,8 @@ def test_readme_commands_parse():
     runs = [words[2:] for words in commands if words[1:2] == ["ldc.py"]]
     assert len(runs) >= 5
     for flags in runs:
-        ldc.build_parser().parse_args(flags)
+        args = ldc.build_parser().parse_args(flags)
+        args.predict or ldc.resolve(args)
     for words in commands:
         assert (HERE / words[1]).exists() or words[1].startswith("-"), words
 

@@ -678,7 +678,9 @@ class Progress:
         self.write({"task": task + 1, "epoch": epoch + 1, "loss": loss})
 
     def left(self):
-        return duration((time.time() - self.began) / max(1, self.done) * (self.total - self.done))
+        if not self.done:  # the first task came from another run's file
+            return "?"
+        return duration((time.time() - self.began) / self.done * (self.total - self.done))
 
     def say(self, line, keep=True):
         self.shown = time.time()

@@ -2348,6 +2348,17 @@ def test_self_supervised_learning_floor(tmp_path):
         assert sum(moved["oracle_distance"][1][:10]) < 0.5 * sum(none["oracle_distance"][1][:10])
 
 
+@pytest.mark.parametrize("size", [0, 100])
+def test_nncsl_forgets_without_a_buffer(size, tmp_path):
+    """Its own classifier, after two tasks: without a buffer every image goes to the last task's classes."""
+    run = open_run("--strategy", "nncsl", "--tasks", "10", "--limit", "60", "--label-fraction", "0.5", "--buffer-size", str(size), "--batch-size",
+                   "32", "--first-epochs", "10", "--epochs", "6", "--warmup-epochs", "1", "--out-dir", str(tmp_path), "--compensators", "none")
+    for _ in range(2):
+        run.learn_task()
+    (first,), (old, new) = run.rows["0.5"]["head"]["matrix"]
+    assert first > 30 and new > 30 and (old > 25 if size else old == 0)  # chance is 20, then 10
+
+
 def test_result_files(smoke):
     result = json.loads((smoke / "result.json").read_text())
     assert result["finished"] and result["tasks_done"] == 3 and sorted(result["class_order"]) == list(range(50))

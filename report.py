@@ -167,10 +167,13 @@ def number(run, row, labels="1", metric="A_last", **_):
     return (found["accuracy"][metric - 1] if isinstance(metric, int) else found[metric]) if found else None
 
 
-def by_seed(runs, **words):
-    """seed -> number, for the finished runs that the words pick."""
-    numbers = {run["seed"]: number(run, **words) for run in find(runs, **words)}
-    return {seed: value for seed, value in sorted(numbers.items()) if value is not None}
+def by_seed(runs, labels="1", **words):
+    """seed -> number, for the finished runs that the words pick; a mean where labels were drawn several times ("0.05@1")."""
+    numbers = {}
+    for run in find(runs, labels=labels, **words):
+        drawn = [number(run, labels=name, **words) for name in run.get("rows", ()) if name.split("@")[0] == labels]
+        numbers.update({run["seed"]: statistics.mean(drawn)} if drawn and None not in drawn else {})
+    return dict(sorted(numbers.items()))
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -569,7 +572,9 @@ def document(runs, scale, only, drawn, figures):
     others = {}
     for run in (r for r in runs if r["dataset"] not in NAMES and r["finished"]):
         others.setdefault((run["dataset"], run["strategy"], share_of(run), buffer_of(run)), []).append(run)
-    for group in others.values():
+    for group in others.values():  # with several shares of labels they are lines of "Ours" instead
+        if len([name for name in group[0]["rows"] if name[0] != "n" and "@" not in name]) > 1:
+            continue
         text += ["```", run_table(group).strip("\n"), "```", ""]
     text += own_tables(runs, scale)
     for name, missing in drawn.items():

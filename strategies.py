@@ -138,6 +138,8 @@ NNCSL = dict(  # N, configs/nncsl/cifar100
     lr=1.2, warmup_epochs=10, warmup_lr=0.08, final_lr=0.032, head_lr=0.12, momentum=0.9, weight_decay=1e-5,
     label_fraction=0.05, buffer_size=500,  # P also 0.008, 0.25 and buffer 0
 )
+VIEWS = "asymmetric", "symmetric", "mild", "crops"
+
 PRESETS = {  # strategy -> data set -> settings; "*" holds what all data sets share
     "finetune": {"*": SGD, **SGD_BY_DATASET, "cars": SLCA_CARS},
     "lwf": {"*": LWF, **SGD_BY_DATASET, "imagenet100": dict(stem="imagenet", lambda_kd=5.0)},  # S: lambda 5
@@ -171,7 +173,6 @@ SCALES = {  # one rule for every strategy: epochs, milestones and warm-ups and b
 # Barlow Twins in a few hundred steps a task (ours): a share of its 500 epochs is too long for a CPU, and at its rate LARS turns every
 # layer by a fifth a step, which takes thousands of steps to pay. At the rate that its warm-up starts from it is plain SGD, as POCON's
 # (0.003 x barlow_scale 0.1 = 0.01 x 0.025). Ten classes of CIFAR-100, three epochs, nearest mean: random 28.8, 0.01 27.7, 0.003 31.4.
-VIEWS = "asymmetric", "symmetric", "mild", "crops"
 SHORT = {"small": dict(first_epochs=20, epochs=6, expert_epochs=6, batch_size=64, views="mild"),
          "demo": dict(first_epochs=12, epochs=8, expert_epochs=8, batch_size=32, views="crops")}
 

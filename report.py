@@ -167,12 +167,18 @@ def number(run, row, labels="1", metric="A_last", **_):
     return (found["accuracy"][metric - 1] if isinstance(metric, int) else found[metric]) if found else None
 
 
+def shares(rows):
+    """The label sets that are shares of the labels, each as first drawn; not "n50", not "0.05@7"."""
+    return [name for name in rows if name[0] != "n" and "@" not in name]
+
+
 def by_seed(runs, labels="1", **words):
     """seed -> number, for the finished runs that the words pick; a mean where labels were drawn several times ("0.05@1")."""
     numbers = {}
     for run in find(runs, labels=labels, **words):
         drawn = [number(run, labels=name, **words) for name in run.get("rows", ()) if name.split("@")[0] == labels]
-        numbers.update({run["seed"]: statistics.mean(drawn)} if drawn and None not in drawn else {})
+        if drawn and None not in drawn:
+            numbers[run["seed"]] = statistics.mean(drawn)
     return dict(sorted(numbers.items()))
 
 
@@ -265,7 +271,7 @@ def experiments(runs):
     """(heading, words that pick it) of every data set, strategy and share of labels in which prototypes move."""
     seen = {}
     for run in (r for r in runs if r["finished"]):
-        for labels in (name for name, rows in run["rows"].items() if "ldc" in rows and name[0] != "n" and "@" not in name):
+        for labels in (name for name in shares(run["rows"]) if "ldc" in run["rows"][name]):
             words = {"dataset": run["dataset"], "strategy": run["strategy"], "labels": labels, "buffer_size": buffer_of(run)}
             parts = words["dataset"], words["strategy"], f"({words['buffer_size']})", label_text(labels)
             seen[" ".join(p for p in parts if p not in ("(None)", "100 % of the labels"))] = words
@@ -343,7 +349,7 @@ OWN_ROWS = ("ldc-ridge", "ldc-ridge+lda", "oracle+lda")
 def run_table(results):
     """The table at the end of a run: one line per compensator, its accuracy after every task, A_last, A_inc, the paper's."""
     first, lines, tasks = results[0], [], min(r["tasks_done"] for r in results)
-    for labels in (name for name in first["rows"] if name[0] != "n" and "@" not in name):  # those are for report.py
+    for labels in shares(first["rows"]):
         rows = [r["rows"][labels] for r in results]
         about = f"{first['dataset']}, {first['strategy']}, scale {first['scale']}" + ("" if labels == "1" else f", {label_text(labels)}")
         lines += ["", f"{about}{', generated images' if first.get('generated') else ''}: accuracy in % over all classes seen, "
@@ -573,9 +579,8 @@ def document(runs, scale, only, drawn, figures):
     for run in (r for r in runs if r["dataset"] not in NAMES and r["finished"]):
         others.setdefault((run["dataset"], run["strategy"], share_of(run), buffer_of(run)), []).append(run)
     for group in others.values():  # with several shares of labels they are lines of "Ours" instead
-        if len([name for name in group[0]["rows"] if name[0] != "n" and "@" not in name]) > 1:
-            continue
-        text += ["```", run_table(group).strip("\n"), "```", ""]
+        if len(shares(group[0]["rows"])) == 1:
+            text += ["```", run_table(group).strip("\n"), "```", ""]
     text += own_tables(runs, scale)
     for name, missing in drawn.items():
         _, _, datasets, caption = FIGURES[name]

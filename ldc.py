@@ -736,7 +736,7 @@ def identity_of(args, seed):
 
 
 def check_identity(folder, identity):
-    """A folder holds one experiment: other settings need another folder."""
+    """A folder in which a task was learnt holds one experiment: other settings need another folder."""
     from data import UserError
     try:
         before = read_json(folder / "args.json")
@@ -758,12 +758,13 @@ def run_seed(args, seed):
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder):
         identity = identity_of(args, seed)
-        check_identity(folder, identity)
         try:
             result = read_json(folder / "result.json")
         except ValueError as error:
             result = None
             print(f"{folder / 'result.json'} is damaged ({error}); it is made again from the checkpoint.", file=sys.stderr)
+        if any(folder.glob("checkpoint*.pt")) or result and result["tasks_done"]:
+            check_identity(folder, identity)
         if result and result["finished"]:
             print(f"{folder} is finished, nothing to do.", file=sys.stderr)
             return result
@@ -916,6 +917,8 @@ def build_parser():
         "backbone (self-supervised strategies)")
     add("--out-dir", default="runs", help="results go to <out-dir>/<scale>/<dataset>/<strategy>/seed<k>; an interrupted run goes on there")
     add("--tag", help="added to the strategy's folder name, to keep a run with other settings apart")
+    add("--repeat", metavar="FOLDER", help="run again what args.json in the folder of a finished run says, and compare; of all flags only "
+        "--data-dir, --out-dir, --tag and the machine's count")
     add = parser.add_argument_group("the machine").add_argument
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="auto takes cuda, then mps, then cpu")
     add("--amp", action=argparse.BooleanOptionalAction, help="bfloat16 autocast (default: on CUDA only)")
@@ -936,10 +939,35 @@ def build_parser():
     return parser
 
 
+def read_recorded(args, flags):
+    """Every setting of a finished run from its args.json; its number of threads too, which rounding depends on."""
+    from data import UserError
+    folder = Path(args.repeat)
+    try:
+        identity, result = read_json(folder / "args.json"), read_json(folder / "result.json")
+    except ValueError as error:
+        raise UserError(f"{folder} is damaged ({error}); --repeat expects the folder of a finished run.") from None
+    if not identity or not result or not result["finished"]:
+        raise UserError(f"{folder} holds no finished run: --repeat expects a folder with its args.json and result.json.")
+    if flags:
+        raise UserError(f"--repeat takes every setting from {folder / 'args.json'}; leave out --{next(iter(flags)).replace('_', '-')}.")
+    torch.set_num_threads(result["threads"])
+    return {**identity, "seed": [identity["seed"]], "device": "cpu" if (args.device, result["device"]) == ("auto", "cpu") else args.device}
+
+
+def largest_difference(rows, recorded):
+    """Largest absolute difference of an accuracy between the rows of two runs, in points."""
+    return max(abs(a - b) for labels in recorded for row in recorded[labels]
+               for a, b in zip(rows[labels][row]["accuracy"], recorded[labels][row]["accuracy"]))
+
+
 def resolve(args):
     """Fill in what depends on other flags: scale, device, settings, options; UserError where they contradict each other."""
     import strategies
     from data import UserError
+    flags = {name: value for name, value in vars(args).items() if name in strategies.SETTINGS or name in OPTIONS}
+    recorded = read_recorded(args, flags) if args.repeat else {}
+    vars(args).update(recorded)
     demo = args.dataset == "demo"
     args.scale = args.scale or ("demo" if demo else "paper")
     args.tasks = (5 if demo else 10) if args.tasks is None else args.tasks
@@ -949,10 +977,10 @@ def resolve(args):
     args.compensators = args.compensators or DEFAULT_ROWS.get(args.strategy, LIGHT_ROWS)
     if args.label_seeds and "label_fractions" not in strategies.PRESETS[args.strategy]["*"]:
         raise UserError(f"--label-seeds is for strategies that learn without labels; {args.strategy} trains on them.")
-    flags = vars(args)
-    args.settings = strategies.resolve_settings(args.strategy, args.dataset, args.scale,
-                                                {n: flags[n] for n in strategies.SETTINGS if n in flags})
-    args.options = resolve_options(args.dataset, args.strategy, args.scale, {n: flags[n] for n in OPTIONS if n in flags})
+    args.settings = recorded.get("settings") or strategies.resolve_settings(
+        args.strategy, args.dataset, args.scale, {n: flags[n] for n in flags if n in strategies.SETTINGS})
+    args.options = recorded.get("options") or resolve_options(
+        args.dataset, args.strategy, args.scale, {n: flags[n] for n in flags if n in OPTIONS})
     for name, expected in (("projector", tuple(PROJECTORS)), ("metric", ("cosine", "euclidean"))):
         if args.options[name] not in expected:
             raise UserError(f"--{name} {args.options[name]} is unknown; expected one of {', '.join(expected)}.")
@@ -984,7 +1012,11 @@ def main(argv=None):
                 print(f"{path}: {name} (cosine similarity {similarity:.3f})")
             return 0
         import report
-        print(report.run_table([run_seed(args, seed) for seed in args.seed]))
+        results = [run_seed(args, seed) for seed in args.seed]
+        print(report.run_table(results))
+        if args.repeat:
+            recorded = read_json(Path(args.repeat, "result.json"))["rows"]
+            print(f"Largest difference of an accuracy from {args.repeat}: {largest_difference(results[0]['rows'], recorded):.2f} points.")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

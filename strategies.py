@@ -170,11 +170,13 @@ SCALES = {  # one rule for every strategy: epochs, milestones and warm-ups and b
     "demo": dict(first_epochs=0.1, epochs=0.08, width=8, batch_size=0.25, limit=None),
     "smoke": dict(first_epochs=0.01, epochs=0.01, width=8, batch_size=0.25, limit=20),  # images per class
 }
-# Barlow Twins in a few hundred steps a task (ours): a share of its 500 epochs is too long for a CPU, and at its rate LARS turns every
-# layer by a fifth a step, which takes thousands of steps to pay. At the rate that its warm-up starts from it is plain SGD, as POCON's
-# (0.003 x barlow_scale 0.1 = 0.01 x 0.025). Ten classes of CIFAR-100, three epochs, nearest mean: random 28.8, 0.01 27.7, 0.003 31.4.
-SHORT = {"small": dict(first_epochs=20, epochs=6, expert_epochs=6, batch_size=64, views="mild"),
-         "demo": dict(first_epochs=12, epochs=8, expert_epochs=8, batch_size=32, views="crops")}
+# Schedules of our own where a share of the original's is too long for a CPU: scale -> strategy, or "barlow" for all that use it.
+# Barlow Twins in a few hundred steps a task: at its rate LARS turns every layer by a fifth a step, which takes thousands of steps
+# to pay; at the rate that its warm-up starts from it is plain SGD, as POCON's (0.003 x barlow_scale 0.1 = 0.01 x 0.025). Ten classes
+# of CIFAR-100, three epochs, nearest mean: random 28.8, 0.01 27.7, 0.003 31.4. PASS sees four rotations of an image in an epoch.
+SHORT = {"small": {"barlow": dict(first_epochs=20, epochs=6, expert_epochs=6, batch_size=64, views="mild"),
+                   "pass": dict(first_epochs=12, epochs=4, first_milestones=(5, 11), milestones=(2,))},
+         "demo": {"barlow": dict(first_epochs=12, epochs=8, expert_epochs=8, batch_size=32, views="crops")}}
 
 
 def resolve_settings(strategy, dataset, scale, overrides):
@@ -192,9 +194,11 @@ def resolve_settings(strategy, dataset, scale, overrides):
             settings[name] = min(value, rule[name])
         elif name.endswith("_width"):
             settings[name] = round(value * min(1, rule["width"] / BACKBONE["width"]))
-    if "barlow_scale" in settings and scale in SHORT:
-        settings.update({name: value for name, value in SHORT[scale].items() if name in settings},
-                        lr=settings.get("warmup_lr", settings["lr"]))
+    barlow = "barlow_scale" in settings
+    short = SHORT.get(scale, {}).get("barlow" if barlow else strategy, {})
+    settings.update({name: value for name, value in short.items() if name in settings})
+    if short and barlow:
+        settings["lr"] = settings.get("warmup_lr", settings["lr"])
     unknown = [name for name in overrides if name not in settings]
     if unknown:
         raise UserError(f"strategy {strategy} has no setting --{unknown[0].replace('_', '-')}; "

@@ -162,9 +162,16 @@ def find(runs, dataset, strategy, labels="1", buffer_size=None, **_):
 
 
 def number(run, row, labels="1", metric="A_last", **_):
-    """One number of a finished run, None where it has none."""
+    """One number of a finished run, None where it has none: accuracy after task `metric`, A_last, A_inc, or `distance`."""
     found = run["finished"] and run["rows"].get(labels, {}).get(row)
+    if found and metric == "distance":
+        return distance_after(run, found, -1) if found["oracle_distance"] else None
     return (found["accuracy"][metric - 1] if isinstance(metric, int) else found[metric]) if found else None
+
+
+def distance_after(run, row, task):
+    """Mean cosine distance to the oracle of the prototypes that were moved, those of classes older than the task (an index)."""
+    return statistics.mean(row["oracle_distance"][task][:-run["task_sizes"][task]])
 
 
 def shares(rows):
@@ -177,7 +184,8 @@ def by_seed(runs, labels="1", **words):
     numbers = {}
     for run in find(runs, labels=labels, **words):
         drawn = [number(run, labels=name, **words) for name in run.get("rows", ()) if name.split("@")[0] == labels]
-        if drawn and None not in drawn:
+        drawn = [value for value in drawn if value is not None]  # distances are kept for the first draw alone
+        if drawn:
             numbers[run["seed"]] = statistics.mean(drawn)
     return dict(sorted(numbers.items()))
 
@@ -264,7 +272,20 @@ def paper_table(table, runs, scale, whole):
 
 
 OURS = ("none", "sdc", "sdc-unit", "adc", "ldc", "ldc-eye", "ldc-ridge", "ldc-ridge+lda", "oracle", "oracle+lda")
-PAIRS = (("ldc", "none"), ("ldc", "sdc"), ("ldc-ridge", "ldc"), ("ldc", "nme-20"), ("oracle", "ldc"), ("ldc", "ldc-mlp"))
+PAIRS = (("sdc", "none"), ("ldc", "none"), ("ldc", "sdc"), ("ldc", "ldc-mlp"), ("ldc", "nme-20"), ("oracle", "ldc"), ("ldc-ridge", "ldc"),
+         ("ldc-eye", "ldc"), ("ldc-ridge+lda", "ldc-ridge"))
+CLAIMS = (  # claim, row, the row that it should exceed, by more than so much on every seed, metric
+    ("LDC is above naive", "ldc", "none", 0, "A_last"),
+    ("LDC is above SDC", "ldc", "sdc", 0, "A_last"),
+    ("SDC is above naive", "sdc", "none", 0, "A_last"),
+    ("LDC's prototypes end nearer to the oracle's than SDC's", "sdc", "ldc", 0, "distance"),
+    ("SDC's prototypes end nearer to the oracle's than those left alone", "none", "sdc", 0, "distance"),
+    ("A linear projector is at least as good as an MLP", "ldc", "ldc-mlp", -1e-9, "A_last"),
+    ("LDC is level with 20 exemplars of each class (within a point)", "ldc", "nme-20", -1, "A_last"),
+    ("Ours: the closed form beats Adam", "ldc-ridge", "ldc", 0, "A_last"),
+    ("Ours: Adam that starts at the identity beats a random start", "ldc-eye", "ldc", 0, "A_last"),
+    ("Ours: LDA beats the nearest mean", "ldc-ridge+lda", "ldc-ridge", 0, "A_last"),
+)
 
 
 def experiments(runs):
@@ -283,14 +304,34 @@ def average(runs, row, words):
     return f"{spread(values)} ({len(values)})" if values else ""
 
 
-def difference(runs, pair, words):
-    """Mean paired difference of two rows on the same backbones, its standard error, the seeds on which it is positive."""
+def gains(runs, pair, words):
+    """Difference of two rows on the same backbone, one number a seed."""
     x, y = (by_seed(runs, row=row, **words) for row in pair)
-    gains = [x[seed] - y[seed] for seed in x if seed in y]
-    if gains and not any(gains):
+    return [x[seed] - y[seed] for seed in x if seed in y]
+
+
+def difference(runs, pair, words):
+    """Mean paired difference of two rows, its standard error, the seeds on which it is positive."""
+    found = gains(runs, pair, words)
+    if found and not any(found):
         return "same"  # Table 2's LDC is an MLP
-    error = f" ± {statistics.stdev(gains) / len(gains) ** 0.5:.1f}" if len(gains) > 1 else ""
-    return f"{statistics.mean(gains):+.1f}{error} ({sum(g > 0 for g in gains)}/{len(gains)})" if gains else ""
+    error = f" ± {statistics.stdev(found) / len(found) ** 0.5:.1f}" if len(found) > 1 else ""
+    return f"{statistics.mean(found):+.1f}{error} ({sum(g > 0 for g in found)}/{len(found)})" if found else ""
+
+
+def claims(runs, scale):
+    """What the paper says, and what we say, checked on every experiment: for how many it holds, where it does not."""
+    lines = []
+    for claim, row, other, least, metric in CLAIMS:
+        found = [(name, gains(runs, (row, other), {**words, "metric": metric})) for name, words in experiments(runs)]
+        found = [(name, values) for name, values in found if values]
+        broken = [(name, values) for name, values in found if min(values) <= least]
+        places = (f"{name.replace(' of the labels', '')} {statistics.mean(values):+.{4 if metric == 'distance' else 1}f} "
+                  f"({sum(v > least for v in values)}/{len(values)})" for name, values in broken)
+        lines += [[claim, f"{len(found) - len(broken)} of {len(found)}", "; ".join(places)]] if found else []
+    header = ["claim", "holds on every seed", "where not: mean difference (seeds on which it holds)"]
+    return [f"**What holds.** Scale {scale}; an experiment is one strategy with one share of the labels.{origin(runs)}", "",
+            *markdown(header, lines), ""] if lines else []
 
 
 def gap_closed(runs, row, words):
@@ -300,6 +341,13 @@ def gap_closed(runs, row, words):
     if not seeds or min(high[s] - low[s] for s in seeds) < 0.5:
         return "no gap" if seeds else ""
     return spread([100 * (x[s] - low[s]) / (high[s] - low[s]) for s in seeds], 0)
+
+
+def distances(runs, row, words):
+    """Mean cosine distance of moved prototypes to the oracle's: after task 2, and after the last."""
+    found = [(run, run["rows"].get(words["labels"], {}).get(row)) for run in find(runs, **words) if run["finished"]]
+    found = [(run, line) for run, line in found if line and len(line["oracle_distance"]) > 1]
+    return " -> ".join(f"{statistics.mean(distance_after(run, line, task) for run, line in found):.3f}" for task in (1, -1)) if found else ""
 
 
 def draws(runs, row, words):
@@ -312,12 +360,13 @@ def draws(runs, row, words):
 
 
 def own_tables(runs, scale):
-    """Beyond the paper: all rows on all backbones, paired differences, share of the gap, what the draw of labels changes."""
+    """Beyond the paper: all rows on all backbones, paired differences, share of the gap, distances, what the draw of labels changes."""
     text = []
     for caption, columns, value in (
             ("Ours: rows on the same backbones, A_last.", OURS, average),
             ("Paired differences of A_last: mean ± standard error (seeds won).", PAIRS, difference),
             ("Share of the naive-to-oracle gap that is closed, in % (the oracle has all labels).", OURS[1:7], gap_closed),
+            ("Mean cosine distance of old prototypes to the oracle's, after task 2 -> after the last.", OURS[:7], distances),
             ("What a seed changes: deviation of A_last over backbones / over draws of labels.", ("none", "sdc", "ldc"), draws)):
         lines = [[name, *(value(runs, column, words) for column in columns)] for name, words in experiments(runs)]
         lines = [line for line in lines if any(line[1:])]
@@ -327,7 +376,7 @@ def own_tables(runs, scale):
 
 
 def list_of_runs(runs):
-    """Where the numbers come from: one line a folder."""
+    """Where the numbers come from and how long they took: one line a folder."""
     lines, folders = [], {}
     for run in runs:
         folders.setdefault(run["folder"].parent, []).append(run)
@@ -337,7 +386,7 @@ def list_of_runs(runs):
         lines.append([f"{folder.parent.name}/{folder.name}", f"{len(hours)} of {len(group)}", each, first.get("device", ""),
                       (first.get("commit") or "")[:7], f"`{first.get('command', '')}`"])
     header = ["", "finished", "hours each", "device", "commit", "command of the first seed"]
-    return ["**Runs.**", "", *markdown(header, lines), ""]
+    return ["**Runs.** Hours are without a first task that another run had learnt.", "", *markdown(header, lines), ""]
 
 
 # The table at the end of a run
@@ -568,9 +617,10 @@ def document(runs, scale, only, drawn, figures):
     known = [r for r in runs if r["dataset"] in NAMES]
     empty = [name for name, t in TABLES.items() if not any(find(runs, **words) for _, _, words, _ in cells_of(t))]
     wanted = [name for name in TABLES if (name in only if only else known and name not in empty)]
-    text = [f"### Scale {scale}", ""]
+    text = [f"### Scale {scale}", "", *([] if only else claims(runs, scale))]
     if wanted:
-        text += ["Accuracy in %: mean ± sample standard deviation (seeds); below it the paper's value, and ours minus that.", ""]
+        warning = "" if scale == "paper" else f" Scale {scale} is not the paper's: the order of the rows can be compared, the values cannot."
+        text += [f"Accuracy in %: mean ± sample standard deviation (seeds); below it the paper's value, and ours minus that.{warning}", ""]
     for name in wanted:
         text += paper_table(TABLES[name], runs, scale, whole=bool(only))
     if not only and known and empty:
@@ -586,7 +636,7 @@ def document(runs, scale, only, drawn, figures):
         _, _, datasets, caption = FIGURES[name]
         place = f"Numbers: [CSV]({figures}/{name}.csv).{origin(runs, datasets)}\n\n![{name}]({figures}/{name}.png)"
         text += [f"**{name}.** {caption}. " + (f"Not drawn: {missing}." if missing else place), ""]
-    return text
+    return text + list_of_runs(runs)
 
 
 def write(path, text):
@@ -616,7 +666,8 @@ def main(argv=None):
     parser.add_argument("--only", nargs="+", choices=[*TABLES, *FIGURES], help="these, also where nothing was run for them")
     parser.add_argument("--readme", type=Path, help="refresh the part of this file between the results markers")
     args = parser.parse_args(argv)
-    scales = [args.folder / args.scale] if args.scale else sorted({path.parents[2] for path in args.folder.glob("*/*/*/seed*")})
+    found = {path.parents[2] for path in args.folder.glob("*/*/*/seed*")}
+    scales = [args.folder / args.scale] if args.scale else sorted(found, key=lambda path: ("paper small demo smoke".find(path.name), path))
     if not scales:
         print(f"error: {args.folder} holds no runs: expected <scale>/<data set>/<strategy>/seed<k>/ there.", file=sys.stderr)
         return 2
@@ -630,10 +681,12 @@ def main(argv=None):
                 code = 1
                 print(f"{name} is not drawn: {missing}.", file=sys.stderr)
         text = document(runs, folder.name, args.only, drawn, "figures")
-        write(folder / "tables.md", "\n".join([*text, *list_of_runs(runs)]))
+        write(folder / "tables.md", "\n".join(text))
         print("\n".join(text))
         if args.readme:
-            parts += document(runs, folder.name, args.only, drawn, os.path.relpath(folder / "figures", args.readme.parent))
+            place = os.path.relpath(folder, args.readme.parent)
+            parts += document(runs, folder.name, args.only, drawn, f"{place}/figures") if any(r["dataset"] in NAMES for r in runs) else [
+                f"### Scale {folder.name}", "", f"Generated images: [all tables]({place}/tables.md).", ""]
     if args.readme and not refresh(args.readme, "\n".join(parts)):
         print(f"error: {args.readme} has no place for results: expected the lines {BEGIN} and {END}.", file=sys.stderr)
         return 2

@@ -2758,9 +2758,21 @@ def test_comparisons_are_paired_over_seeds(fakes):
     assert set(table_of(text, "Table 1")) == {f"{n}{p}" for n in ("LwF+NCM", "LwF+SDC", "LwF+LDC", "PASS", "FeTrIL") for p in ("", ", paper")}
     assert len(table_of(text, "Table 1")["PASS"]) == 2 and "Not run: Tiny-ImageNet A_last, " in text and "A_inc, FeCAM, EFC" in text
     # ldc - none = 5, 5, 8: mean 6, deviation sqrt(3), standard error 1; ldc - sdc = 4, 5, 9; ldc - nme-20 = 1, 2, 6
-    assert table_of(text, "Paired")["cifar100 lwf"] == ["+6.0 ± 1.0 (3/3)", "+6.0 ± 1.5 (3/3)", "", "+3.0 ± 1.5 (3/3)", "+14.0 ± 1.0 (3/3)", ""]
+    assert table_of(text, "Paired")["cifar100 lwf"] == ["+0.0 ± 0.6 (1/3)", "+6.0 ± 1.0 (3/3)", "+6.0 ± 1.5 (3/3)", "", "+3.0 ± 1.5 (3/3)",
+                                                        "+14.0 ± 1.0 (3/3)", "", "", ""]
     # the gap is 20 for every seed: 5/20, 5/20, 8/20
     assert table_of(text, "Share of the naive-to-oracle gap")["cifar100 lwf"][3] == "30 ± 9"
+    assert table_of(text, "Mean cosine distance")["cifar100 lwf"] == ["0.041 -> 0.041", "0.041 -> 0.041", "", "", "0.047 -> 0.047", "", ""]
+
+
+def test_claims_hold_on_every_seed_or_say_where_not(fakes):
+    text = "\n".join(report.document(report.load_runs(fakes / "paper"), "paper", None, {}, "figures"))
+    holds = {claim.split(" (")[0]: cells for claim, cells in table_of(text, "What holds").items()}
+    assert holds == {"LDC is above naive": ["1 of 1", ""], "LDC is above SDC": ["1 of 1", ""],
+                     "SDC is above naive": ["0 of 1", "cifar100 lwf +0.0 (1/3)"],
+                     "LDC's prototypes end nearer to the oracle's than SDC's": ["0 of 1", "cifar100 lwf -0.0060 (0/3)"],
+                     "SDC's prototypes end nearer to the oracle's than those left alone": ["0 of 1", "cifar100 lwf +0.0000 (1/3)"],
+                     "LDC is level with 20 exemplars of each class": ["1 of 1", ""]}
 
 
 def test_generated_images_are_named_in_every_caption(tmp_path):
@@ -2773,8 +2785,8 @@ def test_generated_images_are_named_in_every_caption(tmp_path):
         ldc.write_json(folder / "result.json", {**result, "rows": dict(zip(label_sets, (first, again, {"ldc": first["ldc"]})))})
     report.main([str(tmp_path), "--only", *report.TABLES, "fig-drift", "fig-kde"])
     text = (tmp_path / "smoke" / "tables.md").read_text()
-    captions = [line for line in text.splitlines() if re.match(r"\*\*(Table [356]|Ours|Paired|Share|What|fig-drift)", line)]
-    assert len(captions) == 8 and all("Generated images, not CIFAR-100." in line for line in captions)
+    captions = [line for line in text.splitlines() if re.match(r"\*\*(Table [356]|Ours|Paired|Share|Mean|What|fig-drift)", line)]
+    assert len(captions) == 9 and all("Generated images, not CIFAR-100." in line for line in captions)
     assert table_of(text, "Table 6")["CaSSLe + LDC"][:3] == ["31.5 ± 0.0 (2)", "30.0 ± 0.0 (2)", "no labels n50"]
     assert table_of(text, "Ours")["cifar100 cassle 25 % of the labels"][4] == "31.5 ± 0.0 (2)"  # the mean of two draws
     assert table_of(text, "What a seed changes")["cifar100 cassle 25 % of the labels"][0] == "0.71 / 2.12"
@@ -2823,20 +2835,22 @@ def test_tables_need_neither_torch_nor_matplotlib(fakes, monkeypatch, capsys):
     assert "Table 5" in (fakes / "paper" / "tables.md").read_text() and (fakes / "paper" / "figures" / "fig-nme.csv").exists()
 
 
-def test_readme_results_are_refreshed_between_their_markers(tmp_path, capsys):
-    shutil.copytree(HERE / "results" / "demo", tmp_path / "results" / "demo")
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{report.BEGIN}\nold numbers\n{report.END}\nafter\n")
-    for _ in range(2):
-        assert report.main([str(tmp_path / "results"), "--readme", str(readme)]) == 0
-    text = readme.read_text()
-    assert text.startswith(f"before\n{report.BEGIN}\n\n### Scale demo") and text.endswith(f"{report.END}\nafter\n")
-    assert "old numbers" not in text and text.count("demo, lwf, scale demo: accuracy in % over all classes seen, 3 seeds") == 1
+def test_readme_results_are_those_of_the_recorded_files(tmp_path, capsys):
+    """report.py makes the results part of README.md from the committed JSON files, to the character, and touches nothing else."""
+    shutil.copytree(HERE / "results", tmp_path / "results")
+    readme, committed = tmp_path / "README.md", (HERE / "README.md").read_text()
+    before, _, after = committed.partition(report.BEGIN)
+    readme.write_text(f"{before}{report.BEGIN}\nold numbers\n{report.END}{after.partition(report.END)[2]}")
+    assert report.main([str(tmp_path / "results"), "--readme", str(readme)]) == 0
+    assert readme.read_text() == committed
+    for path in (HERE / "results").glob("*/tables.md"):
+        assert (tmp_path / path.relative_to(HERE)).read_text() == path.read_text()
+    capsys.readouterr()
     readme.write_text("no markers")
+    shutil.rmtree(tmp_path / "results" / "small")
     assert report.main([str(tmp_path / "results"), "--readme", str(readme)]) == 2 and readme.read_text() == "no markers"
     assert report.main([str(tmp_path / "results"), "--readme", str(tmp_path / "nowhere.md")]) == 2
     assert report.main([str(tmp_path / "nowhere")]) == 2
-    assert report.BEGIN in (HERE / "README.md").read_text() and report.END in (HERE / "README.md").read_text()
 
 
 def test_generated_images_stand_in_and_failures_leave_their_reason(tmp_path, monkeypatch, capsys):

@@ -2835,6 +2835,18 @@ def test_tables_need_neither_torch_nor_matplotlib(fakes, monkeypatch, capsys):
     assert "Table 5" in (fakes / "paper" / "tables.md").read_text() and (fakes / "paper" / "figures" / "fig-nme.csv").exists()
 
 
+@pytest.mark.parametrize("folder", sorted(path.parent for path in (HERE / "results").rglob("args.json")), ids=lambda f: "-".join(f.parts[-4:]))
+def test_recorded_commands_still_mean_what_was_run(folder):
+    """The command in result.json resolves to the settings in args.json: no preset has moved away from a recorded number."""
+    recorded, result = ldc.read_json(folder / "args.json"), ldc.read_json(folder / "result.json")
+    args = ldc.build_parser().parse_args(shlex.split(result["command"])[2:])
+    ldc.resolve(args)
+    asked = json.loads(json.dumps(ldc.identity_of(args, recorded["seed"])))
+    assert result["finished"] and all(result[name] == value for name, value in recorded.items())
+    assert recorded["seed"] in args.seed and set(recorded.pop("compensators")) <= set(asked["compensators"])
+    assert recorded == {name: asked[name] for name in recorded}
+
+
 def test_readme_results_are_those_of_the_recorded_files(tmp_path, capsys):
     """report.py makes the results part of README.md from the committed JSON files, to the character, and touches nothing else."""
     shutil.copytree(HERE / "results", tmp_path / "results")

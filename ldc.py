@@ -14,6 +14,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import sys
 import time
 import zipfile
@@ -727,13 +728,20 @@ def peak_memory_mb():
 
 
 def provenance(device):
-    """Versions, device and commit that made a result."""
+    """Versions, device, threads, instruction set and commit: what the last digits of a result depend on."""
     import subprocess
     from importlib import metadata
     git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
     return {"python": sys.version.split()[0], "torch": torch.__version__, "torchvision": metadata.version("torchvision"),
-            "device": torch.cuda.get_device_name() if device.type == "cuda" else device.type,
-            "threads": torch.get_num_threads(), "commit": git.stdout.strip() or None}
+            "device": torch.cuda.get_device_name() if device.type == "cuda" else device.type, "threads": torch.get_num_threads(),
+            "cpu": processor(), "commit": git.stdout.strip() or None}
+
+
+def processor():
+    """The processor's name and model number where Linux tells them, and the instruction set that torch uses."""
+    path = Path("/proc/cpuinfo")
+    told = dict(re.findall(r"^(model name|model)\s*: (.*)$", path.read_text(), re.M)) if path.exists() else {}
+    return " ".join([*(told[name] for name in ("model name", "model") if name in told), torch.backends.cpu.get_cpu_capability()])
 
 
 def identity_of(args, seed):

@@ -173,9 +173,11 @@ SCALES = {  # one rule for every strategy: epochs, milestones and warm-ups and b
 # Schedules of our own where a share of the original's is too long for a CPU: scale -> strategy, or "barlow" for all that use it.
 # Barlow Twins in a few hundred steps a task: at its rate LARS turns every layer by a fifth a step, which takes thousands of steps
 # to pay; at the rate that its warm-up starts from it is plain SGD, as POCON's (0.003 x barlow_scale 0.1 = 0.01 x 0.025). Ten classes
-# of CIFAR-100, three epochs, nearest mean: random 28.8, 0.01 27.7, 0.003 31.4. PASS sees four rotations of an image in an epoch.
+# of CIFAR-100, three epochs, nearest mean: random 28.8, 0.01 27.7, 0.003 31.4. PASS sees four rotations of
+# every image in an epoch, EFC in those of its first task.
 SHORT = {"small": {"barlow": dict(first_epochs=20, epochs=6, expert_epochs=6, batch_size=64, views="mild"),
-                   "pass": dict(first_epochs=12, epochs=4, first_milestones=(5, 11), milestones=(2,))},
+                   "pass": dict(first_epochs=12, epochs=4, first_milestones=(5, 11), milestones=(2,)),
+                   "efc": dict(first_epochs=12, first_milestones=(5, 11))},
          "demo": {"barlow": dict(first_epochs=12, epochs=8, expert_epochs=8, batch_size=32, views="crops")}}
 
 

@@ -174,10 +174,10 @@ SCALES = {  # one rule for every strategy: epochs, milestones and warm-ups and b
 # Barlow Twins in a few hundred steps a task: at its rate LARS turns every layer by a fifth a step, which takes thousands of steps
 # to pay; at the rate that its warm-up starts from it is plain SGD, as POCON's (0.003 x barlow_scale 0.1 = 0.01 x 0.025). Ten classes
 # of CIFAR-100, three epochs, nearest mean: random 28.8, 0.01 27.7, 0.003 31.4. PASS sees four rotations of
-# every image in an epoch, EFC in those of its first task.
+# every image in an epoch, EFC in those of its first task; after it, 8 epochs of EFC's half batches are as many steps as LwF's 15.
 SHORT = {"small": {"barlow": dict(first_epochs=20, epochs=6, expert_epochs=6, batch_size=64, views="mild"),
                    "pass": dict(first_epochs=12, epochs=4, first_milestones=(5, 11), milestones=(2,)),
-                   "efc": dict(first_epochs=12, first_milestones=(5, 11))},
+                   "efc": dict(first_epochs=12, epochs=8, first_milestones=(5, 11))},
          "demo": {"barlow": dict(first_epochs=12, epochs=8, expert_epochs=8, batch_size=32, views="crops")}}
 
 

@@ -924,14 +924,23 @@ def test_golden_real_drift():
 
 
 def test_adam_from_the_identity_comes_nearer_to_the_closed_form():
-    """Why ldc-eye: the paper's 20 epochs at 1e-3 leave a random start far from the solution of Eq. 1, on a real drift."""
+    """Why ldc-eye: the paper's 20 epochs at 1e-3 leave a random start far from the solution of Eq. 1 in 128 dimensions.
+
+    Adam moves a weight by 0.8 at most in these 800 steps. The same drift spread over the paper's 512 dimensions needs smaller
+    weights, and a random start suffices: LDC's shortfall at scale small is the narrow network's.
+    """
     old, new, _, _, _ = real_drift()
-    loss = {}
-    for kind, epochs in (("linear", 20), ("eye", 20), ("linear", 100)):
+    least = (ldc.fit_projector(old, new, solver="ridge")(old) - new).square().sum()
+    torch.manual_seed(0)
+    wide = torch.linalg.qr(torch.randn(512, 128))[0].T
+
+    def error(kind, epochs=20, basis=torch.eye(128)):
         torch.manual_seed(0)
-        loss[kind, epochs] = F.mse_loss(ldc.fit_projector(old, new, projector=kind, epochs=epochs)(old), new)
-    least = F.mse_loss(ldc.fit_projector(old, new, solver="ridge")(old), new)
-    assert loss["linear", 20] > 1.5 * least and loss["eye", 20] < 1.15 * least and loss["linear", 100] < 1.15 * least
+        p_F = ldc.fit_projector(old @ basis, new @ basis, projector=kind, epochs=epochs)
+        return (p_F(old @ basis) - new @ basis).square().sum() / least
+
+    assert error("linear") > 1.5 and error("linear", epochs=100) < 1.15
+    assert error("eye") < 1.15 and error("linear", basis=wide) < 1.2
 
 
 def toy(matrix, shift, spread=0.5):

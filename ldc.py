@@ -96,7 +96,7 @@ PROJECTORS = {  # Table 5; (old width, new width) -> p_F, in torch's default ini
     "linear+relu": lambda a, b: nn.Sequential(nn.Linear(a, b, bias=False), nn.ReLU()),
     # the paper says "two-layer MLP" and no more: one hidden layer as wide as the new features
     "mlp": lambda a, b: nn.Sequential(nn.Linear(a, b), nn.ReLU(), nn.Linear(b, b)),
-    "eye": from_identity,
+    "eye": from_identity,  # not in Table 5
 }
 
 
@@ -958,7 +958,7 @@ def build_parser():
 
 
 def read_recorded(args, flags):
-    """Every setting of a finished run from its args.json; its number of threads too, which rounding depends on."""
+    """Every setting of a finished run from its args.json; its device and number of threads too, which rounding depends on."""
     from data import UserError
     folder = Path(args.repeat)
     try:
@@ -969,8 +969,8 @@ def read_recorded(args, flags):
         raise UserError(f"{folder} holds no finished run: --repeat expects a folder with its args.json and result.json.")
     if flags:
         raise UserError(f"--repeat takes every setting from {folder / 'args.json'}; leave out --{next(iter(flags)).replace('_', '-')}.")
-    torch.set_num_threads(result["threads"])
-    return {**identity, "seed": [identity["seed"]], "device": "cpu" if (args.device, result["device"]) == ("auto", "cpu") else args.device}
+    device = "cpu" if (args.device, result["device"]) == ("auto", "cpu") else args.device
+    return {**identity, "seed": [identity["seed"]], "device": device, "threads": result["threads"]}
 
 
 def largest_difference(rows, recorded):
@@ -1008,6 +1008,8 @@ def resolve(args):
     elif not available[args.device]:
         raise UserError(f"--device {args.device} is not available here; use --device auto or cpu.")
     args.amp = args.device == "cuda" if args.amp is None else args.amp
+    if args.repeat:
+        torch.set_num_threads(args.threads)
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)

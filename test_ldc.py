@@ -927,7 +927,7 @@ def test_adam_from_the_identity_comes_nearer_to_the_closed_form():
     """Why ldc-eye: the paper's 20 epochs at 1e-3 leave a random start far from the solution of Eq. 1 in 128 dimensions.
 
     Adam moves a weight by 0.8 at most in these 800 steps. The same drift spread over the paper's 512 dimensions needs smaller
-    weights, and a random start suffices: LDC's shortfall at scale small is the narrow network's.
+    weights, and a random start suffices.
     """
     old, new, _, _, _ = real_drift()
     least = (ldc.fit_projector(old, new, solver="ridge")(old) - new).square().sum()

@@ -74,7 +74,11 @@ def demo():
 def make_dataset(name, n_classes=2, n=4):
     """Generated pixels in the stored form of a real data set: its pipelines without its files."""
     def split(form, seed):
-        return data.Split(pictures(n_classes * n, form.side, seed).numpy(), [n] * n_classes)
+        stored = np.zeros((n_classes * n, *form.shape), np.uint8)
+        stored[:, :, :form.side] = pictures(n_classes * n, form.side, seed)
+        if form.fit == "photo":
+            stored[:, :, -1, :4] = 375 // 256, 375 % 256, 500 // 256, 500 % 256
+        return data.Split(stored, [n] * n_classes)
 
     spec = data.DATASETS[name]
     names = [f"c{i}" for i in range(n_classes)]
@@ -162,7 +166,7 @@ def test_autoaugment_runs_each_image_through_its_own_two_steps():
 
 
 def test_supervised_cifar_augmentation_is_five_times_as_fast_as_pillow():
-    """The benchmark: pytest -s -k five_times prints both rates, one thread each, best of several."""
+    """The benchmark; pytest -s -k five_times prints both rates, one thread each."""
     def rate(work, count):
         times = []
         for _ in range(6):
@@ -208,11 +212,16 @@ def test_supervised_cifar_pipeline_equals_torchvision_on_the_same_draws():
     assert abs(draws["flip"].float().mean() - 0.5) < 0.03
 
 
+def sizes(n, height, width):
+    return torch.tensor([[height, width]]).float().expand(n, 2)
+
+
 @pytest.mark.parametrize("cubic", [False, True])
 @pytest.mark.parametrize("side,size", [(32, 32), (64, 18), (120, 48)])
 def test_resized_crop_equals_torchvision_for_any_box(cubic, side, size):
     images = pictures(16, side) // 2 + 64  # no overshoot: Pillow clips between its two passes
-    boxes = data.draw_boxes(16, side, (0.08, 1.0), gen(side))
+    draws = data.draw_boxes(16, (0.08, 1.0), gen(side))
+    boxes = data.place_boxes(draws, sizes(16, side, side))
     boxes[0] = torch.tensor([0, 0, side, side])
     flip = torch.arange(16) % 2 == 1
     mode = BICUBIC if cubic else BILINEAR
@@ -227,22 +236,70 @@ def test_resized_crop_equals_torchvision_for_any_box(cubic, side, size):
         assert (rounded - pil.int()).abs().max() <= 1 + cubic  # Pillow rounds between its passes
 
 
-def test_crop_boxes_have_torchvisions_distribution():
-    n, side = 4000, 32
-    ours = data.draw_boxes(n, side, (0.08, 1.0), gen())
+@pytest.mark.parametrize("height,width", [(32, 32), (375, 500), (500, 375), (60, 400)])
+def test_crop_boxes_have_torchvisions_distribution(height, width):
+    n = 4000
+    boxes = data.place_boxes(data.draw_boxes(n, (0.08, 1.0), gen()), sizes(n, height, width))
     torch.manual_seed(0)
-    image = torch.zeros(3, side, side)
+    image = torch.zeros(3, height, width)
     draw = T.RandomResizedCrop.get_params
     theirs = torch.tensor([draw(image, [0.08, 1.0], [3 / 4, 4 / 3]) for _ in range(n)]).float()
-    assert (ours >= 0).all() and (ours[:, :2] + ours[:, 2:] <= side).all()
-    assert torch.equal(ours, ours.round())
-    for column in range(4):  # means, deviations and extremes of top, left, height, width
-        a, b = ours[:, column], theirs[:, column]
+    assert (boxes >= 0).all() and torch.equal(boxes, boxes.round())
+    assert (boxes[:, :2] + boxes[:, 2:] <= torch.tensor([height, width])).all()
+    ours, theirs = ([*b.unbind(1), b[:, 2] * b[:, 3] / (height * width)] for b in (boxes, theirs))
+    for a, b in zip(ours, theirs):  # of top, left, height, width and the visible share
         assert abs(a.mean() - b.mean()) < 5 * b.std() / math.sqrt(n / 2)
-        assert abs(a.std() - b.std()) < 0.06 * b.std()
-        assert abs(a.max() - b.max()) <= 1 and abs(a.min() - b.min()) <= 1
-    thin = data.draw_boxes(50, side, (2.0, 3.0), gen())  # no try fits
-    assert torch.equal(thin, torch.tensor([0.0, 0, side, side]).expand(50, 4))
+        assert abs(a.std() - b.std()) < 0.06 * b.std() + 1e-6
+        assert abs(a.max() - b.max()) <= 0.02 * b.max() + 1
+        assert abs(a.min() - b.min()) <= 0.02 * b.max() + 1
+
+
+def test_where_no_try_fits_the_box_is_the_largest_centre():
+    draws = data.draw_boxes(1, (2.0, 3.0), gen())
+    for height, width in ((32, 32), (100, 401), (401, 100), (90, 100)):
+        image = torch.zeros(3, height, width)
+        theirs = T.RandomResizedCrop.get_params(image, [2.0, 3.0], [3 / 4, 4 / 3])
+        box = data.place_boxes(draws, sizes(1, height, width))[0]
+        assert box.tolist() == list(theirs), (height, width)
+
+
+@pytest.mark.parametrize("name", ["imagenet100", "folder"])
+@pytest.mark.parametrize("width,height", [(500, 375), (375, 500), (640, 200)])
+def test_random_crops_of_a_photograph_equal_torchvisions(name, width, height, tmp_path):
+    """The same box of the original: within 0.5 of 255 levels on average, 3 inside, 8 at the edge.
+
+    A smooth picture: fine detail beyond the stored 300 pixels is lost.
+    """
+    y, x = np.mgrid[0:height, 0:width] / 500
+    waves = [np.sin(2 * np.pi * (k * x + 2 * y)) for k in (1, 2, 3)]
+    photo = Image.fromarray((128 + 100 * np.stack(waves, 2)).astype(np.uint8))
+    photo.save(tmp_path / "a.png")
+    transform = data.Transform(name, 224 if name == "folder" else None)
+    stored = data.decode(tmp_path / "a.png", transform.spec.train)
+    stored = torch.from_numpy(stored)[None].repeat(32, 1, 1, 1)
+    plan = transform.draw_augment(32, gen(1))
+    boxes = data.place_boxes(plan["crop"], sizes(32, height, width)).int().tolist()
+    ours = transform.apply_augment(stored, plan)
+    mean, std = torch.tensor([transform.mean, transform.std]).view(2, 3, 1, 1) * 255
+    for image, box, flip in zip(ours, boxes, plan["flip"]):
+        theirs = TF.pil_to_tensor(TF.resized_crop(photo, *box, [224, 224], BILINEAR))
+        theirs = TF.hflip(theirs) if flip else theirs
+        difference = (image * std + mean - theirs).abs()
+        assert difference.mean() < 0.5 and difference.max() < 8, box
+        assert difference[:, 4:-4, 4:-4].max() < 3, box
+
+
+def test_a_photographs_size_travels_with_it():
+    dataset = make_dataset("imagenet100", n=2)
+    task = data.TaskStream(dataset, tasks=1).task(0)
+    assert task.images.shape == (4, 3, 301, 300) and task.clean_images.shape == (4, 3, 256, 256)
+    some = task.subset(torch.tensor([2, 3]))
+    (views,) = some.epoch(2, gen(), augment=lambda x, g: x, with_labels=False)
+    assert (views[:, :, 300, :4] == torch.tensor([1, 119, 1, 244])).all()  # 375 x 500
+    draws = data.draw_boxes(2, (0.08, 1.0), gen())
+    box = data.place_boxes(draws, sizes(2, 375, 500)) * torch.tensor([0.8, 0.6, 0.8, 0.6])
+    expected = data.resized_crop(some.images[:, :, :300], box, 224)
+    assert (data.random_crop(some.images, draws, 224) - expected).abs().max() < 1e-3
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0], [1, 3, 0, 2]])
@@ -265,7 +322,8 @@ def test_colour_jitter_equals_torchvision(order):
 def test_grey_solarise_equalise_and_blur_equal_torchvision():
     images = pictures(12)
     nothing = torch.tensor([], dtype=torch.long)
-    plan = {"box": torch.tensor([[0.0, 0, 32, 32]]).repeat(12, 1), "orders": [], "group": 64,
+    whole = torch.ones(12, 10), torch.ones(12, 10), torch.zeros(12, 2)
+    plan = {"crop": whole, "orders": [], "group": 64,
             "flip": torch.zeros(12, dtype=torch.bool), "grey": torch.tensor([1, 5]),
             "blur": nothing, "sigma": torch.tensor([]), "solarise": torch.tensor([2, 7]),
             "threshold": torch.tensor([128.0, 60.5]), "equalise": torch.tensor([3, 10])}
@@ -299,7 +357,7 @@ def test_view_recipes_are_the_papers():
     assert mild == data.View(32, (0.3, 1.0), grey=0.0)
     colour = torch.tensor([200, 50, 30], dtype=torch.uint8)
     flat = colour[None, :, None, None].expand(40, 3, 32, 32)
-    plain, jittered = (data.apply_view(flat, data.draw_view(40, 32, view, gen()), view)
+    plain, jittered = (data.apply_view(flat, data.draw_view(40, view, gen()), view)
                        for view in (crops, mild))
     assert torch.allclose(plain, flat.float(), atol=0.01)
     assert not torch.allclose(jittered, flat.float(), atol=20)
@@ -329,7 +387,7 @@ def test_multi_crop_can_leave_the_small_views_out():
 def test_view_draws_have_the_stated_frequencies():
     view = data.View(32, jitter=(0.4, 0.4, 0.2, 0.1), grey=0.2, blur=0.5, solarise=0.2,
                      threshold=None, equalise=0.1)
-    plan = data.draw_view(20000, 32, view, gen())
+    plan = data.draw_view(20000, view, gen())
     for step in ("grey", "blur", "solarise", "equalise"):
         assert abs(len(plan[step]) / 20000 - getattr(view, step)) < 0.02, step
     jittered = (plan["jitter"] != torch.tensor([1.0, 1, 1, 0])).any(1)
@@ -340,7 +398,7 @@ def test_view_draws_have_the_stated_frequencies():
     assert torch.allclose(high, torch.tensor([1.4, 1.4, 1.2, 0.1]), atol=2e-3)
     assert 0.1 <= plan["sigma"].min() and plan["sigma"].max() <= 2.0
     assert plan["threshold"].max() > 250 and plan["threshold"].min() < 5
-    plans = [data.draw_view(512, 32, view, gen(seed)) for seed in range(60)]
+    plans = [data.draw_view(512, view, gen(seed)) for seed in range(60)]
     orders = {tuple(order) for plan in plans for order in plan["orders"]}
     assert len(orders) == 24  # every order of the four operations occurs
 
@@ -412,7 +470,7 @@ def test_every_pipeline_stays_on_the_device(name):
     plans = []
     for recipe in ("asymmetric", "symmetric", "mild", "multi"):
         for view in data.view_recipes(recipe, dataset.image_size):
-            plans.append((view, data.draw_view(n, stored.shape[-1], view, gen(len(plans)))))
+            plans.append((view, data.draw_view(n, view, gen(len(plans)))))
     augment = dataset.draw_augment(n, gen())
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         def fake(plan):
@@ -422,7 +480,8 @@ def test_every_pipeline_stays_on_the_device(name):
             return tree_map_only(torch.Tensor, lambda tensor: tensor.to("cuda"), fake(plan))
 
         images = cuda(stored)
-        outputs = [dataset.apply_augment(images, cuda(augment)), data.rotate4(images)]
+        outputs = [dataset.apply_augment(images, cuda(augment))]
+        outputs.append(data.rotate4(outputs[0]))
         outputs.append(dataset.clean(cuda(clean)))
         outputs += [data.apply_view(images, cuda(plan), view) for view, plan in plans]
         assert all(output.device.type == "cuda" for output in outputs)

@@ -2958,68 +2958,92 @@ def test_every_flag_is_used_and_help_is_offline():
     assert set(strategies.SETTINGS) <= used and set(ldc.OPTIONS) - {"projector"} <= used
 
 
-# ------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # README
 
+README = (HERE / "README.md").read_text(encoding="utf-8")
 
-def readme_commands():
-    """Every shell line of README.md that starts with python or bash."""
-    blocks = re.findall(r"```(?:bash|sh)\n(.*?)```", (HERE / "README.md").read_text(), re.S)
-    lines = [line.split("#")[0].strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    return [line for line in lines if re.match(r"(python|bash|\./|\.venv)", line)]
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", README, re.S)
+
+
+def test_readme_is_short_and_begins_with_the_picture():
+    lines = README.splitlines()
+    assert len(lines) < 200 and len(README.split()) < 2000
+    assert any(line.startswith("![") for line in lines[:15])
+    start = "\n".join(lines[:45])
+    for words in ("pip install", "pytest", "I have a GPU", "I only have a CPU", "| paper", "| ours"):
+        assert words in start, words
 
 
 def test_readme_commands_parse(monkeypatch):
-    monkeypatch.chdir(HERE)  # --repeat reads a folder under results/
-    commands = [shlex.split(line) for line in readme_commands()]
+    monkeypatch.chdir(HERE)
+    lines = [line.split("#")[0].strip() for block in blocks("bash") for line in block.splitlines()]
+    assert all(re.match(r"(python3? |bash )", line) for line in lines), lines
+    commands = [shlex.split(line.split("|")[0].split("&&")[-1]) for line in lines]
     runs = [words[2:] for words in commands if words[1:2] == ["ldc.py"]]
     assert len(runs) >= 5
     for flags in runs:
         args = ldc.build_parser().parse_args(flags)
-        args.predict or ldc.resolve(args)
+        if not args.predict:
+            ldc.resolve(args)
     for words in commands:
         assert (HERE / words[1]).exists() or words[1].startswith("-"), words
 
 
-def test_readme_python_examples_run(smoke, tmp_path):
-    """The six-line examples, with the run and the image that a reader would have."""
+def test_readme_functions_and_tests_exist():
+    """Every name in code quotes that looks like one of ours is there."""
+    source = "".join(path.read_text(encoding="utf-8") for path in HERE.glob("*.py"))
+    table = README[README.index("| equation |"):README.index("Rows of our own")]
+    for name in re.findall(r"`(?:ldc\.|PrototypeStore\.)?([a-z_]+)`", table):
+        assert f"def {name}" in source, name
+    for name in re.findall(r"test_\w+", table.replace("`..._", "`test_golden_")):
+        assert f"def {name}" in source, name
+    for name in re.findall(r"`--([a-z-]+)[ `:]", README):
+        assert f"--{name.removeprefix('no-')}" in ldc.build_parser().format_help(), name
+
+
+@pytest.mark.parametrize("block", blocks("python"), ids=lambda block: block.split("\n")[0])
+def test_readme_python_examples_run(block, smoke, tmp_path):
+    """With the run, the image and the package that a reader would have."""
     from PIL import Image
-    blocks = re.findall(r"```python\n(.*?)```", (HERE / "README.md").read_text(), re.S)
-    assert len(blocks) == 2
     Image.new("RGB", (40, 30), "red").save(tmp_path / "photo.png")
     shutil.copytree(smoke, tmp_path / "runs" / "demo" / "demo" / "lwf" / "seed0")
-    for block in blocks:
-        done = subprocess.run([sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True,
-                              env={**os.environ, "PYTHONPATH": str(HERE)})
-        assert done.returncode == 0, done.stderr
+    writer = tmp_path / "tensorboard.py"
+    writer.write_text("class SummaryWriter:\n    def add_scalar(self, *event):\n        print(*event)\n")
+    block = block.replace("torch.utils.tensorboard", "tensorboard")
+    block += "".join(f"\n{call}\n" for call in re.findall(r"`(ldc\.Classifier\(.*?\))`", README))
+    done = subprocess.run(
+        [sys.executable, "-c", "import ldc\n" + block], cwd=tmp_path, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": f"{HERE}{os.pathsep}{tmp_path}"})
+    assert done.returncode == 0, done.stderr
+    if "mean-shift" in block:
+        assert re.search(r"\| mean-shift +\| ", done.stdout) and "demo fd" in done.stdout
 
 
-# ------------------------------------------------------------------------------------------------------------------
-# Tables, figures, run_all.sh
+# --------------------------------------------------------------------------------------------------
+# run_all.sh
+
+
+def run_all(*words, **env):
+    return subprocess.run(["bash", str(HERE / "run_all.sh"), *words], capture_output=True, text=True,
+                          env={**os.environ, "PYTHON": "python", **env})
 
 
 def listed(*words, **env):
     """The commands that run_all.sh would run."""
-    done = subprocess.run(["bash", str(HERE / "run_all.sh"), "--list", *words], capture_output=True, text=True, check=True,
-                          env={**os.environ, "PYTHON": "python", **env})
+    done = run_all("--list", *words, **env)
+    assert done.returncode == 0, done.stderr
     return [shlex.split(line) for line in done.stdout.splitlines()]
 
 
 def resolved(words):
     """A listed command as ldc.py understands it, on a machine without a GPU."""
-    args = ldc.build_parser().parse_args([*words[words.index("ldc.py") + 1:], "--device", "cpu"])
+    flags = [*words[words.index("ldc.py") + 1:], "--device", "cpu"]
+    args = ldc.build_parser().parse_args(flags)
     ldc.resolve(args)
     return args
-
-
-def test_paper_values_add_up_to_those_of_the_paper():
-    """Sums over paper.tex: number of values and their sum, number of deviations and their sum."""
-    expected = {"table1": (42, 1908.9, 42, 49.4), "table2": (15, 1030.6, 0, 0), "table3": (38, 916.9, 35, 14.59),
-                "table4": (38, 994.08, 35, 9.36), "table5": (8, 308.8, 8, 11.5), "table6": (5, 157.95, 5, 0.3)}
-    for name, sums in expected.items():
-        values = [value.split("±") for *_, value in report.cells_of(report.TABLES[name]) if value]
-        deviations = [float(parts[1]) for parts in values if len(parts) > 1]
-        assert (len(values), sum(float(parts[0]) for parts in values), len(deviations), sum(deviations)) == pytest.approx(sums), name
 
 
 @pytest.mark.parametrize("scale", ["paper", "small", "smoke"])
@@ -3027,161 +3051,227 @@ def test_listed_commands_parse_never_collide_and_fill_every_cell(scale):
     runs = [resolved(words) for words in listed(scale)]
     folders = [(a.scale, a.dataset, a.strategy, a.tag, *a.seed) for a in runs]
     assert len(set(folders)) == len(folders) and {a.scale for a in runs} == {scale}
-    fakes = [{"dataset": a.dataset, "strategy": a.strategy, "settings": a.settings, "args": a} for a in runs]
-    for name, table in report.TABLES.items():
-        for *_, words, _ in report.cells_of(table):
-            found = report.find(fakes, **words)
+    for name, (_, _, cells) in report.TABLES.items():
+        for _, _, words, _ in cells:
+            found = [a for a in runs if (a.dataset, a.strategy) == (words["dataset"], words["strategy"])]
+            if words["strategy"] in ("pass", "nncsl"):
+                found = [a for a in found if f"{a.settings['label_fraction']:g}" == words["labels"]]
+            if words["buffer"]:
+                found = [a for a in found if str(a.settings["buffer_size"]) == words["buffer"]]
             assert found, (name, words)
-            strategy = strategies.STRATEGIES[words["strategy"]]
-            assert words["row"] == "head" and hasattr(strategy, "classify") or words["row"] in found[0]["args"].compensators, words
-            assert all(a["args"].generated == (scale == "smoke" or None) for a in found)
-    for name, rows in (("lwf", {f"nme-{m}" for m in ldc.MEMORY}), ("cassle", {"ldc"}), ("joint", set()), ("joint-ssl", set())):
-        assert any(a.strategy == name for a in runs)  # the figures
-        assert all(rows | {"oracle"} <= set(a.compensators) for a in runs if a.strategy == name)
+            head = words["row"] == "head" and hasattr(strategies.STRATEGIES[words["strategy"]], "classify")
+            assert head or words["row"] in found[0].compensators, words
+            assert all(a.generated == (scale == "smoke" or None) for a in found)
+    for name, rows in (("lwf", {f"nme-{m}" for m in ldc.MEMORY}), ("cassle", {"ldc"}),
+                       ("joint", set()), ("joint-ssl", set())):
+        found = [a for a in runs if a.strategy == name]  # the figures
+        assert found and all(rows | {"oracle"} <= set(a.compensators) for a in found)
 
 
 def test_readme_states_the_runs_and_hours_of_run_all():
     lines = re.findall(r"^(?:table|fig)\S* +(\d) .* ([\d.]+) h$", (HERE / "run_all.sh").read_text(), re.M)
     hours = sum(int(seeds) * float(each) for seeds, each in lines)
-    assert len(listed("paper")) == sum(int(seeds) for seeds, _ in lines) and len(lines) == len(listed("smoke"))
-    assert f"{len(listed('paper'))} training runs, about {round(hours, -1):.0f} hours" in (HERE / "README.md").read_text()
+    count = len(listed("paper"))
+    assert count == sum(int(seeds) for seeds, _ in lines) and len(lines) == len(listed("smoke"))
+    assert f"{count} training runs, about {round(hours, -1):.0f} hours" in README
 
 
 def test_run_all_runs_what_is_asked_for():
-    count = lambda *words, **env: len(listed(*words, **env))  # noqa: E731
-    assert count("table1") == 75 and count("smoke", "table1") == 15 and count("table6") == 3 and count("fig-toy") == 0
-    assert count("table1", "fig-nme", "fig-kde") == 75 and count("table3", "table5", SEEDS="7") == 14  # shared backbones once
+    def count(*words, **env):
+        return len(listed(*words, **env))
+
+    assert count("table1") == 75 and count("smoke", "table1") == 15
+    assert count("table6") == 3 and count("fig-toy") == 0
+    assert count("table1", "fig-nme", "fig-kde") == 75  # shared backbones once
+    assert count("table3", "table5", SEEDS="7") == 14
     assert [resolved(words).seed for words in listed("table6", SEEDS="3 5")] == [[3], [5]]
-    assert "--compile" in listed("table6", LDC_FLAGS="--compile")[0] and "w.npz" in listed("table2", WEIGHTS="w.npz")[0]
-    done = subprocess.run(["bash", str(HERE / "run_all.sh"), "tabel1"], capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.startswith("error: tabel1 is unknown") and done.stderr.count("\n") == 1
+    assert "--compile" in listed("table6", LDC_FLAGS="--compile")[0]
+    assert "w.npz" in listed("table2", WEIGHTS="w.npz")[0]
+    done = run_all("tabel1")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: tabel1 is unknown")
+
+
+def fake_python(folder, body):
+    """An interpreter that notes what it is asked to do, then does what the body says."""
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\necho "$*" >> {folder}/asked\n{body}\n')
+    python.chmod(0o755)
+    (folder / "asked").write_text("")
+    return str(python)
 
 
 def test_run_all_goes_on_after_a_failure_and_stops_when_interrupted(tmp_path):
-    """An interpreter that only notes what it was asked to do, fails for FeCAM, and is interrupted in Tiny-ImageNet's EFC."""
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/asked\ncase "$*" in *fecam*) exit 3;; *"$STOP"*efc*) exit 130;; esac\n')
-    python.chmod(0o755)
+    body = 'case "$*" in *fecam*) exit 3;; *"$STOP"*efc*) exit 130;; esac'
 
     def run(what="table1", **env):
-        (tmp_path / "asked").write_text("")
-        done = subprocess.run(["bash", str(HERE / "run_all.sh"), "smoke", what], capture_output=True, text=True,
-                              env={**os.environ, "PYTHON": str(python), "OUT": str(tmp_path), "STOP": "nothing", **env})
+        python = fake_python(tmp_path, body)
+        done = run_all("smoke", what, **{"PYTHON": python, "OUT": str(tmp_path), "STOP": "nothing", **env})
         return done, (tmp_path / "asked").read_text().splitlines()
 
     done, asked = run()
-    assert done.returncode == 1 and len(asked) == 1 + 15 + 1 and asked[-1] == f"report.py {tmp_path} --scale smoke --only table1"
+    assert done.returncode == 1 and len(asked) == 1 + 15 + 1
+    assert asked[-1] == f"report.py {tmp_path} --scale smoke --only table1"
     assert "3 of 15 runs failed" in done.stderr and done.stderr.count("exit code 3") == 3
     done, asked = run("fig-toy")  # needs no run
     assert done.returncode == 0 and asked[1:] == [f"report.py {tmp_path} --scale smoke --only fig-toy"]
     done, asked = run(STOP="tinyimagenet", JOBS="1")
-    assert done.returncode == 130 and not any(line.startswith("report.py") for line in asked) and len(asked) < 15
+    assert done.returncode == 130 and len(asked) < 15
+    assert not any(line.startswith("report.py") for line in asked)
 
 
-def fake_run(folder, seed, dataset="cifar100", strategy="lwf", labels="1", finished=True, generated=None, tasks=10, settings=None, **rows):
-    """A result.json whose row `name` has the given A_last and rises to it in equal steps."""
-    full = {name: {"A_last": last, "A_inc": last + 10, "accuracy": [last + tasks - 1 - t for t in range(tasks)],
-                   "first_tasks": {k: [last + t for t in range(tasks)] for k in ("2", "3")},
-                   "oracle_distance": [[last / 1000] * 2 * (t + 1) for t in range(tasks)]} for name, last in rows.items()}
+# --------------------------------------------------------------------------------------------------
+# Tables and figures
+
+
+def fake_run(folder, seed, dataset="cifar100", strategy="lwf", labels="1", scale="paper", tasks=10,
+             settings=None, flags="", rows=None, **more):
+    """A result.json whose row `name` has the given A_last and falls to it by one point a task."""
+    lines = {}
+    for name, last in rows.items():
+        lines[name] = {
+            "A_last": last, "A_inc": last + 10, "accuracy": [last + tasks - 1 - t for t in range(tasks)],
+            "first_tasks": {k: [last + t for t in range(tasks)] for k in ("2", "3")},
+            "oracle_distance": [[last / 1000] * 2 * (t + 1) for t in range(tasks)]}
+    command = f"python ldc.py --dataset {dataset} --strategy {strategy} --seed {seed} {flags}"
+    result = {
+        "dataset": dataset, "strategy": strategy, "scale": scale, "seed": seed, "order_seed": seed,
+        "tasks": tasks, "settings": settings or {}, "options": {}, "finished": True, "device": "cpu",
+        "tasks_done": tasks, "rows": {labels: lines}, "command": command, "threads": 1,
+        "seconds": {"step": 3600.0}, "task_sizes": [2] * tasks, **more}
     folder.mkdir(parents=True, exist_ok=True)
-    ldc.write_json(folder / "result.json", {
-        "dataset": dataset, "strategy": strategy, "scale": "paper", "seed": seed, "order_seed": seed, "tasks": tasks, "generated": generated,
-        "settings": settings or {}, "options": {}, "finished": finished, "tasks_done": tasks if finished else 3, "rows": {labels: full},
-        "seconds": {"step": 3600.0}, "task_sizes": [2] * tasks})
-
-
-def table_of(text, caption):
-    """{first cell: further cells} of the table below a caption; a line of the paper's values is named after the line above it."""
-    lines = text[text.index(f"**{caption}"):].split("\n\n")[1].splitlines()[2:]
-    cells, name = {}, None
-    for line in lines:
-        first, *rest = (part.strip() for part in line.strip("|").split("|"))
-        name = f"{name}, paper" if first.startswith("paper") else first
-        cells[name] = rest
-    return cells
+    (folder / "result.json").write_text(json.dumps(result))
+    return result
 
 
 @pytest.fixture
 def fakes(tmp_path):
-    """Three seeds of LwF, one unfinished; PASS on all and on few labels; NNCSL with a buffer; FeTrIL failed; EFC damaged."""
+    """Three seeds of LwF, one unfinished; PASS on all and on few labels; NNCSL; a damaged EFC."""
     paper = tmp_path / "paper" / "cifar100"
-    for seed, ldc_last in enumerate((45.0, 46.0, 50.0)):
-        fake_run(paper / "lwf" / f"seed{seed}", seed, none=40.0 + seed, sdc=41.0, ldc=ldc_last, oracle=60.0 + seed, **{"nme-20": 44.0, "nme-1": 30.0})
-    fake_run(paper / "lwf" / "seed3", 3, finished=False, none=99.0)
-    fake_run(paper / "lwf-other" / "seed4", 4, none=99.0, settings={"lr": 1.0})
-    ldc.write_json(paper / "lwf" / "seed0" / "result.json", {**report.read_json(paper / "lwf" / "seed0" / "result.json"), "settings": {"lr": 0.05}})
-    fake_run(paper / "pass" / "seed0", 0, strategy="pass", settings={"label_fraction": 1.0}, head=38.0)
-    fake_run(paper / "pass-few" / "seed0", 0, strategy="pass", labels="0.05", settings={"label_fraction": 0.05}, head=15.0)
-    fake_run(paper / "nncsl-a" / "seed0", 0, strategy="nncsl", labels="0.05", settings={"label_fraction": 0.05, "buffer_size": 500}, head=30.0)
-    fake_run(paper / "efc" / "seed0", 0, strategy="efc", head=44.0)
-    damaged = paper / "efc" / "seed0" / "result.json"
-    damaged.write_text(damaged.read_text().replace("44.0", "94.0"))
-    record = {name: None for name in ("first_classes", "image_size", "class_list", "limit", "generated")}
-    (paper / "fetril" / "seed0").mkdir(parents=True)
-    ldc.write_json(paper / "fetril" / "seed0" / "failed.json", {
-        **record, "dataset": "cifar100", "strategy": "fetril", "scale": "paper", "seed": 0, "order_seed": 0, "tasks": 10, "settings": {},
-        "options": {}, "reason": "the disk is full"})
+    for seed, last in enumerate((45.0, 46.0, 50.0)):
+        rows = {"none": 40.0 + seed, "sdc": 41.0, "ldc": last, "nme-1": 30.0, "nme-20": 44.0,
+                "oracle": 60.0 + seed, "mine": 43.0}
+        fake_run(paper / "lwf" / f"seed{seed}", seed, rows=rows)
+    fake_run(paper / "lwf" / "seed3", 3, rows={"none": 99.0}, finished=False, tasks_done=3)
+    fake_run(paper / "pass" / "seed0", 0, strategy="pass", settings={"label_fraction": 1.0}, rows={"head": 38.0})
+    fake_run(paper / "pass-few" / "seed0", 0, strategy="pass", labels="0.05", rows={"head": 15.0},
+             settings={"label_fraction": 0.05}, flags="--label-fraction 0.05")
+    fake_run(paper / "nncsl-a" / "seed0", 0, strategy="nncsl", labels="0.05", rows={"head": 30.0},
+             settings={"label_fraction": 0.05, "buffer_size": 500}, flags="--buffer-size 500")
+    fake_run(paper / "efc" / "seed0", 0, strategy="efc", rows={"head": 44.0})
+    (paper / "efc" / "seed0" / "result.json").write_text("[1, 2]")
     return tmp_path
 
 
+def table_of(text, caption):
+    """{first cells: further cells} of the table below a caption; an empty cell repeats the one above."""
+    lines = text[text.index(f"**{caption}"):].split("\n\n")[1].splitlines()[2:]
+    cells, name = {}, ""
+    for line in lines:
+        first, *rest = (part.strip() for part in line.strip("|").split("|"))
+        name = first or name
+        if rest[0].split(",")[0] in ("paper", "ours"):
+            cells[f"{name}, {rest[0]}"] = rest[1:]
+        else:
+            cells[name] = rest
+    return cells
+
+
+def report_of(folder, *flags):
+    assert report.main([str(folder), *flags]) == 0
+    return (folder / "README.md").read_text(encoding="utf-8")
+
+
+def test_paper_values_add_up_to_those_of_the_paper():
+    """Sums over paper.tex: number of values and their sum, number of deviations and their sum."""
+    expected = {"table1": (42, 1908.9, 42, 49.4), "table2": (15, 1030.6, 0, 0),
+                "table3": (38, 916.9, 35, 14.59), "table4": (38, 994.08, 35, 9.36),
+                "table5": (8, 308.8, 8, 11.5), "table6": (5, 157.95, 5, 0.3)}
+    assert list(report.TABLES) == list(expected)
+    for name, sums in expected.items():
+        values = [value.split("±") for *_, value in report.TABLES[name][2]]
+        deviations = [float(parts[1]) for parts in values if len(parts) > 1]
+        found = len(values), sum(float(parts[0]) for parts in values), len(deviations), sum(deviations)
+        assert found == pytest.approx(sums), name
+
+
 def test_tables_say_ours_the_papers_and_what_is_missing(fakes, capsys):
-    assert report.main([str(fakes), "--only", "table1", "table2", "table3"]) == 0
-    shown = capsys.readouterr()
-    text = (fakes / "paper" / "tables.md").read_text()
+    text = report_of(fakes)
     one = table_of(text, "Table 1")
-    assert one["LwF+LDC"][:2] == ["47.0 ± 2.6 (3) [1]", "57.0 ± 2.6 (3) [1]"] and one["LwF+LDC, paper"][:2] == ["45.4 ± 2.8; +1.6", "59.5 ± 3.9; -2.5"]
-    assert one["PASS"] == ["38.0 (1)", "48.0 (1)", *["not run"] * 4] and one["PASS, paper"][2] == "31.2 ± 0.4"
-    assert one["FeTrIL"][0] == "failed [2]" and one["EFC"][0] == "not run"
-    assert "[1] " + str(fakes / "paper" / "cifar100" / "lwf" / "seed3") + ": 3 of 10 tasks" in text
-    assert re.search(r"\[2\] .*fetril/seed0: failed after 0 of 10 tasks: the disk is full", text)
-    assert "efc/seed0/result.json is damaged" in shown.err and "lwf-other/seed4 is left out" in shown.err and "99.0" not in text
-    assert set(table_of(text, "Table 2")["FT+LDC"]) == {"not run"}
+    assert one["LwF+LDC, paper"] == ["45.4 ± 2.8", "59.5 ± 3.9"]
+    assert one["LwF+LDC, ours"] == ["47.0 ± 2.6 (3)", "57.0 ± 2.6 (3)"]
+    assert one["PASS, ours"] == ["38.0 (1)", "48.0 (1)"]
+    assert "Not run: tinyimagenet A_last, " in text and "imagenet100 A_inc, FeTrIL, FeCAM, EFC." in text
     three = table_of(text, "Table 3")
-    assert three["NNCSL (500)"] == ["no", "yes", "not run", "30.0 (1)", "not run", ""] and three["NNCSL (0)"][3] == "not run"
-    assert three["LwF+NCM"] == ["yes", "no", "", "", "", "41.0 ± 1.0 (3) [1]"]
-    assert three["PASS"] == ["yes", "yes", "not run", "15.0 (1)", "not run", ""] and three["PASS, paper"][2:] == ["5.91", "15.13; -0.1", "15.84", ""]
-    assert "Generated" not in text and "1.00" in text[text.index("**Runs"):]  # hours each
-
-
-def test_comparisons_are_paired_over_seeds(fakes):
-    text = "\n".join(report.document(report.load_runs(fakes / "paper"), "paper", None, {}, "figures"))
+    assert three["NNCSL (500), ours"] == ["30.0 (1)", ""]
+    assert three["PASS, ours"] == ["15.0 (1)", ""] and three["LwF+NCM, ours"] == ["", "41.0 ± 1.0 (3)"]
     assert "Not run at this scale: Table 2, Table 4, Table 6." in text
-    assert set(table_of(text, "Table 1")) == {f"{n}{p}" for n in ("LwF+NCM", "LwF+SDC", "LwF+LDC", "PASS", "FeTrIL") for p in ("", ", paper")}
-    assert len(table_of(text, "Table 1")["PASS"]) == 2 and "Not run: Tiny-ImageNet A_last, " in text and "A_inc, FeCAM, EFC" in text
-    # ldc - none = 5, 5, 8: mean 6, deviation sqrt(3), standard error 1; ldc - sdc = 4, 5, 9; ldc - nme-20 = 1, 2, 6
-    assert table_of(text, "Paired")["cifar100 lwf"] == ["+0.0 ± 0.6 (1/3)", "+6.0 ± 1.0 (3/3)", "+6.0 ± 1.5 (3/3)", "", "+3.0 ± 1.5 (3/3)",
-                                                        "+14.0 ± 1.0 (3/3)", "", "", ""]
-    # the gap is 20 for every seed: 5/20, 5/20, 8/20
-    assert table_of(text, "Share of the naive-to-oracle gap")["cifar100 lwf"][3] == "30 ± 9"
-    assert table_of(text, "Mean cosine distance")["cifar100 lwf"] == ["0.041 -> 0.041", "0.041 -> 0.041", "", "", "0.047 -> 0.047", "", ""]
+    assert "efc/seed0/result.json is no result of ldc.py" in capsys.readouterr().err
+    assert "99.0" not in text and "Unfinished: cifar100 lwf seed 3, 3 of 10 tasks." in text
 
 
-def test_claims_hold_on_every_seed_or_say_where_not(fakes):
-    text = "\n".join(report.document(report.load_runs(fakes / "paper"), "paper", None, {}, "figures"))
-    holds = {claim.split(" (")[0]: cells for claim, cells in table_of(text, "What holds").items()}
-    assert holds == {"LDC is above naive": ["1 of 1", ""], "LDC is above SDC": ["1 of 1", ""],
-                     "SDC is above naive": ["0 of 1", "cifar100 lwf +0.0 (1/3)"],
-                     "LDC's prototypes end nearer to the oracle's than SDC's": ["0 of 1", "cifar100 lwf -0.0060 (0/3)"],
-                     "SDC's prototypes end nearer to the oracle's than those left alone": ["0 of 1", "cifar100 lwf +0.0000 (1/3)"],
-                     "LDC is level with 20 exemplars of each class": ["1 of 1", ""]}
+def test_all_rows_and_the_share_of_the_gap(fakes):
+    text = report_of(fakes)
+    header = text[text.index("**All rows"):].split("\n\n")[1].splitlines()[0]
+    names = [part.strip() for part in header.strip("|").split("|")][1:]
+    assert names == ["head", "none", "sdc", "ldc", "nme-1", "nme-20", "oracle", "mine"]  # a new row last
+    rows = table_of(text, "All rows")
+    assert rows["cifar100 lwf (3)"][3] == "47.0 ± 2.6" and rows["cifar100 lwf (3)"][-1] == "43.0 ± 0.0"
+    assert rows["cifar100 nncsl, 5 % of the labels, buffer 500 (1)"][0] == "30.0"
+    # ldc - none = 5, 5, 8 of a gap of 20
+    assert table_of(text, "Share of the gap")["cifar100 lwf (3)"] == ["0 ± 5", "30 ± 9", "10 ± 5"]
+    assert table_of(text, "What was run")["cifar100/lwf"] == ["0 1 2", "cpu", "cpu", "1", "60"]
 
 
-def test_generated_images_are_named_in_every_caption(tmp_path):
-    for seed, label_sets in ((0, ("0.25", "0.25@1", "n5")), (1, ("0.25", "0.25@0", "n5"))):
-        folder = tmp_path / "smoke" / "cifar100" / "cassle" / f"seed{seed}"
-        fake_run(folder, seed, strategy="cassle", labels="0.25", generated=True, none=20.0 + seed, sdc=21.0, ldc=30.0, oracle=40.0)
-        result = report.read_json(folder / "result.json")
-        first = result["rows"]["0.25"]
-        again = {name: {**row, "A_last": row["A_last"] + 3} for name, row in first.items()}
-        ldc.write_json(folder / "result.json", {**result, "rows": dict(zip(label_sets, (first, again, {"ldc": first["ldc"]})))})
-    report.main([str(tmp_path), "--only", *report.TABLES, "fig-drift", "fig-kde"])
-    text = (tmp_path / "smoke" / "tables.md").read_text()
-    captions = [line for line in text.splitlines() if re.match(r"\*\*(Table [356]|Ours|Paired|Share|Mean|What|fig-drift)", line)]
-    assert len(captions) == 9 and all("Generated images, not CIFAR-100." in line for line in captions)
-    assert table_of(text, "Table 6")["CaSSLe + LDC"][:3] == ["31.5 ± 0.0 (2)", "30.0 ± 0.0 (2)", "no labels n50"]
-    assert table_of(text, "Ours")["cifar100 cassle 25 % of the labels"][4] == "31.5 ± 0.0 (2)"  # the mean of two draws
-    assert table_of(text, "What a seed changes")["cifar100 cassle 25 % of the labels"][0] == "0.71 / 2.12"
-    assert "not run" in table_of(text, "Table 4")["PFR+LDC"] and "**fig-kde.**" in text and "Not drawn: not run." in text
+def test_draws_of_labels_are_averaged_and_a_seed_counts_once(tmp_path):
+    folder = tmp_path / "paper" / "cifar100"
+    result = fake_run(folder / "cassle" / "seed0", 0, strategy="cassle", labels="0.25", rows={"ldc": 30.0})
+    again = {"ldc": {**result["rows"]["0.25"]["ldc"], "A_last": 33.0}}
+    result["rows"] = {**result["rows"], "0.25@1": again, "n5": {"ldc": again["ldc"]}}
+    for name in ("cassle", "cassle-again"):
+        (folder / name / "seed0").mkdir(parents=True, exist_ok=True)
+        (folder / name / "seed0" / "result.json").write_text(json.dumps(result))
+    assert table_of(report_of(tmp_path), "Table 6")["CaSSLe+LDC, ours"] == ["31.5 (1)", "33.0 (1)"]
+    lines = report.run_table([result, result]).splitlines()
+    assert "1 seed" in lines[0] and "1 seeds" not in lines[0]
+
+
+def test_wider_networks_come_first_and_say_what_they_are(tmp_path):
+    folder = tmp_path / "small" / "cifar100"
+    narrow = {"width": 16, "first_epochs": 50, "epochs": 15, "lr": 0.05}
+    wide = {**narrow, "width": 64, "first_epochs": 20, "epochs": 8}
+    rows = {"none": 20.0, "sdc": 20.0, "ldc": 25.0, "oracle": 30.0, "nme-5": 28.0}
+    fake_run(folder / "lwf" / "seed0", 0, scale="small", settings=narrow, rows=rows)
+    fake_run(folder / "lwf-w64" / "seed1", 1, scale="small", settings=wide, rows={**rows, "ldc": 29.0},
+             flags="--width 64 --first-epochs 20 --epochs 8 --tag w64")
+    text = report_of(tmp_path)
+    lines = [name for name in table_of(text, "Table 1") if "LwF+LDC" in name]
+    assert lines == ["LwF+LDC, paper", "LwF+LDC, ours, width 64, 20 + 8 epochs",
+                     "LwF+LDC, ours, width 16, 50 + 15 epochs"]
+    assert read_csv(tmp_path / "small" / "figures" / "fig-nme.csv")[0]["y"] == "29.0"
+    short = report.short_table(report.load(tmp_path)).splitlines()
+    assert [line.split("|")[1].strip() for line in short[2:4]] == [
+        "paper", "ours, scale small, width 64, 20 + 8 epochs"]
+
+
+@pytest.mark.parametrize("flags, more", [
+    ("--tasks 5", {"tasks": 5}), ("--first-classes 50", {"first_classes": 50}),
+    ("--lr 0.1 --tag other", {"settings": {"lr": 0.1}}), ("--metric euclidean", {"options": {"metric": "euclidean"}}),
+    ("--epochs 5", {"settings": {"epochs": 5}}), ("--order-seed 3", {"order_seed": 3}),
+    ("--limit 20", {"limit": 20}), ("--generated", {"generated": True})])
+def test_the_papers_values_stand_beside_the_papers_protocol_alone(flags, more, tmp_path):
+    """Another protocol is named instead, also beside a run that has the paper's."""
+    folder = tmp_path / "paper" / "cifar100"
+    rows = {"none": 40.0, "ldc": 45.0, "oracle": 50.0}
+    other = fake_run(folder / "lwf-other" / "seed1", 1, flags=flags, rows=rows, **more)
+    assert "paper" not in report.run_table([other])
+    text = report_of(tmp_path)
+    assert "| paper" not in text or all(not any(v) for k, v in table_of(text, "Table 1").items() if "paper" in k)
+    ours = fake_run(folder / "lwf" / "seed0", 0, rows={"none": 41.0, "ldc": 46.0, "oracle": 51.0})
+    assert "45.4 / 59.5" in report.run_table([ours])
+    text = report_of(tmp_path)
+    assert table_of(text, "Table 1")["LwF+LDC, ours"][0] == "46.0 (1)"
+    assert flags.startswith("--generated") or "Not the paper's protocol, so not in its tables: cifar100 lwf" in text
 
 
 def read_csv(path):
@@ -3189,98 +3279,201 @@ def read_csv(path):
         return list(csv.DictReader(f))
 
 
-def test_figures_are_drawn_from_the_numbers_in_their_csv_files(fakes, capsys):
-    fake_run(fakes / "paper" / "cifar100" / "joint" / "seed0", 0, strategy="joint", oracle=70.0, none=65.0)
-    fake_run(fakes / "paper" / "cifar100" / "joint-ssl" / "seed0", 0, strategy="joint-ssl", oracle=50.0, none=45.0)
-    for seed in range(3):  # seed 3 is unfinished, and no distance at all must not divide by zero
-        fake_run(fakes / "paper" / "cifar100" / "lwf" / f"seed{seed}", seed, none=40.0, sdc=100.0 + seed, ldc=0.0, oracle=60.0, **{"nme-5": 42.0})
-    fake_run(fakes / "paper" / "tinyimagenet" / "lwf" / "seed0", 0, dataset="tinyimagenet", **{"nme-5": 42.0, "nme-20": 43.0})  # no ldc
-    assert report.main([str(fakes), "--only", *report.FIGURES]) == 0
-    folder = fakes / "paper" / "figures"
+def test_figures_are_drawn_from_the_points_in_their_csv_files(fakes):
+    folder = fakes / "paper" / "cifar100"
+    fake_run(folder / "joint" / "seed0", 0, strategy="joint", rows={"oracle": 70.0, "none": 65.0})
+    for seed in range(3):  # no distance at all must not divide by zero
+        rows = {"none": 40.0, "sdc": 100.0 + seed, "ldc": 0.0, "oracle": 60.0, "nme-5": 42.0}
+        fake_run(folder / "lwf" / f"seed{seed}", seed, rows=rows)
+    fake_run(fakes / "paper" / "tinyimagenet" / "lwf" / "seed0", 0, dataset="tinyimagenet",
+             rows={"nme-5": 42.0, "nme-20": 43.0})  # no ldc
+    report_of(fakes)
+    figures = fakes / "paper" / "figures"
     for name in report.FIGURES:
-        assert (folder / f"{name}.png").read_bytes()[:4] == b"\x89PNG" and not list(folder.glob("*.tmp"))
-    drift = {(n["panel"], n["first_tasks"], n["prototypes"], n["after_task"]): float(n["mean"]) for n in read_csv(folder / "fig-drift.csv")}
-    assert drift["LwF", "3", "corrected", "10"] == 9 and drift["LwF", "2", "joint", "2"] == 71 and drift["CaSSLe", "2", "joint", "2"] == 51 and ("LwF", "3", "naive", "2") not in drift
-    nme = {(n["method"], n["images_per_class"]): n for n in read_csv(folder / "fig-nme.csv") if n["panel"] == "cifar100"}
-    assert float(nme["nme", "5"]["mean"]) == 42 and nme["ldc", ""]["seeds"] == "3" and ("nme", "20") not in nme
-    kde = read_csv(folder / "fig-kde.csv")
-    assert {n["panel"] for n in kde} == {"2", "4", "6", "8", "10"}
-    for method, centre, count in (("sdc", 0.101, 6), ("ldc", 0.0, 6)):
-        curve = [(float(n["distance"]), float(n["density"])) for n in kde if n["panel"] == "2" and n["method"] == method]
-        area = sum((y0 + y1) / 2 * (x1 - x0) for (x0, y0), (x1, y1) in zip(curve[:-1], curve[1:]))
-        assert area == pytest.approx(1, abs=0.05) and max(curve, key=lambda p: p[1])[0] == pytest.approx(centre, abs=0.003)
-        assert int(next(n for n in kde if n["panel"] == "2" and n["method"] == method)["classes"]) == count
-    toy = {(n["panel"], n["what"]): np.array([float(n["x"]), float(n["y"])]) for n in read_csv(folder / "fig-toy.csv") if n["space"] == "after"}
-    off = lambda panel, what: np.linalg.norm(toy[panel, what] - toy[panel, "true mean"])  # noqa: E731
-    assert off("translation", "SDC") < 1e-3 and off("translation", "LDC") < 0.05 and off("translation", "prototype") > 3
-    assert off("rotation and scaling", "LDC") < 0.05 and off("rotation and scaling", "SDC") > 2
+        assert (figures / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
+    points = {name: read_csv(figures / f"{name}.csv") for name in report.FIGURES}
+    drift = {(p["panel"], p["series"], p["x"]): float(p["y"]) for p in points["fig-drift"]}
+    assert drift["LwF", "tasks 1-3: LDC", "10"] == 9 and drift["LwF", "tasks 1-2: joint training", "2"] == 71
+    assert ("LwF", "tasks 1-3: no compensation", "2") not in drift and {key[0] for key in drift} == {"LwF"}
+    nme = {(p["panel"], p["series"], p["x"]): p for p in points["fig-nme"]}
+    assert float(nme["cifar100", "NME", "5"]["y"]) == 42 and nme["cifar100", "LDC", "5"]["seeds"] == "3"
+    assert ("tinyimagenet", "LDC", "5") not in nme and ("imagenet100", "NME", "5") not in nme
+    assert {p["panel"] for p in points["fig-kde"]} == {f"after task {t}" for t in (2, 4, 6, 8, 10)}
+    for row, centre in (("SDC", 0.101), ("LDC", 0.0)):
+        curve = [(float(p["x"]), float(p["y"])) for p in points["fig-kde"]
+                 if (p["panel"], p["series"]) == ("after task 2", f"density of {row}")]
+        area = sum((b[1] + a[1]) / 2 * (b[0] - a[0]) for a, b in zip(curve[:-1], curve[1:]))
+        assert area == pytest.approx(1, abs=0.05)
+        assert max(curve, key=lambda p: p[1])[0] == pytest.approx(centre, abs=0.003)
+    toy = {(p["panel"], p["series"]): np.array([float(p["x"]), float(p["y"])]) for p in points["fig-toy"]}
+
+    def off(panel, series):
+        return np.linalg.norm(toy[panel, series] - toy[panel, "true mean"])
+
+    assert off("after a translation", "moved by SDC") < 1e-2 and off("after a translation", "prototype") > 3
+    assert off("after a translation", "moved by LDC") < 0.05
+    assert off("after rotation and scaling", "moved by LDC") < 0.05
+    assert off("after rotation and scaling", "moved by SDC") > 2
+
+
+def test_a_figure_is_drawn_again_only_when_its_points_change(fakes):
+    report_of(fakes, "--only", "fig-nme")
+    picture = fakes / "paper" / "figures" / "fig-nme.png"
+    picture.write_bytes(b"by another matplotlib")
+    report_of(fakes, "--only", "fig-nme")
+    assert picture.read_bytes() == b"by another matplotlib"
+    fake_run(fakes / "paper" / "cifar100" / "lwf" / "seed0", 0, rows={"ldc": 1.0, "nme-1": 2.0})
+    report_of(fakes, "--only", "fig-nme")
+    assert picture.read_bytes()[:4] == b"\x89PNG"
 
 
 def test_tables_need_neither_torch_nor_matplotlib(fakes, monkeypatch, capsys):
-    done = subprocess.run([sys.executable, "-c", "import sys, report; report.main(sys.argv[1:]); assert 'torch' not in sys.modules",
-                           str(fakes), "--only", "table1"], cwd=HERE, capture_output=True, text=True)
+    code = "import sys, report; report.main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code, str(fakes), "--only", "table1"], cwd=HERE,
+                          capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert report.main([str(fakes), "--only", "table5", "fig-nme"]) == 1
-    assert "fig-nme is not drawn: matplotlib is missing (pip install matplotlib)." in capsys.readouterr().err
-    assert "Table 5" in (fakes / "paper" / "tables.md").read_text() and (fakes / "paper" / "figures" / "fig-nme.csv").exists()
+    missing = "fig-nme is not drawn: matplotlib is missing (pip install matplotlib)."
+    assert missing in capsys.readouterr().err
+    assert "Table 5" in (fakes / "README.md").read_text()
+    assert (fakes / "paper" / "figures" / "fig-nme.csv").exists()
 
 
-@pytest.mark.parametrize("folder", sorted(path.parent for path in (HERE / "results").rglob("args.json")), ids=lambda f: "-".join(f.parts[-4:]))
+@pytest.mark.parametrize("args, words", [
+    (["nowhere"], "nowhere holds no runs"), (["{}", "--scale", "small"], "no runs at scale small"),
+    (["{}/file"], "holds no runs")])
+def test_report_says_in_one_sentence_what_is_wrong(args, words, fakes, capsys):
+    (fakes / "file").write_text("")
+    assert report.main([arg.format(fakes) for arg in args]) == 2
+    shown = capsys.readouterr()
+    assert words in shown.err.splitlines()[-1] and shown.err.splitlines()[-1].startswith("error: ")
+    with pytest.raises(SystemExit) as stop:
+        report.main([str(fakes), "--scale", "huge"])
+    assert stop.value.code == 2
+
+
+def test_a_single_task_can_be_reported(tmp_path):
+    rows = {"none": 50.0, "sdc": 50.0, "ldc": 50.0, "oracle": 50.0, "nme-5": 50.0}
+    fake_run(tmp_path / "paper" / "cifar100" / "lwf" / "seed0", 0, tasks=1, flags="--tasks 1", rows=rows)
+    text = report_of(tmp_path)
+    assert table_of(text, "All rows")["cifar100 lwf, tasks 1 (1)"][0] == "50.0"
+
+
+def recorded_folders():
+    return sorted(path.parent for path in (HERE / "results").rglob("args.json"))
+
+
+@pytest.mark.parametrize("folder", recorded_folders(), ids=lambda f: "-".join(f.parts[-4:]))
 def test_recorded_commands_still_mean_what_was_run(folder):
-    """The command in result.json resolves to the settings in args.json: no preset has moved away from a recorded number."""
-    recorded, result = ldc.read_json(folder / "args.json"), ldc.read_json(folder / "result.json")
+    """The command in result.json resolves to the settings in args.json: no preset has moved."""
+    recorded = json.loads((folder / "args.json").read_text())
+    result = json.loads((folder / "result.json").read_text())
     args = ldc.build_parser().parse_args(shlex.split(result["command"])[2:])
     ldc.resolve(args)
-    asked = json.loads(json.dumps(ldc.identity_of(args, recorded["seed"])))
+    for name in ("digest", "class_list"):  # of an earlier version
+        recorded.pop(name, None)
     assert result["finished"] and all(result[name] == value for name, value in recorded.items())
-    assert recorded["seed"] in args.seed and set(recorded.pop("compensators")) <= set(asked["compensators"])
-    assert recorded == {name: asked[name] for name in recorded}
+    assert recorded["seed"] in args.seed and set(recorded["compensators"]) <= set(args.compensators)
+    for name, value in {**recorded["settings"], **recorded["options"]}.items():
+        asked = {**args.settings, **args.options}[name]
+        assert value == (list(asked) if isinstance(asked, tuple) else asked), name
 
 
-def test_readme_results_are_those_of_the_recorded_files(tmp_path, capsys):
-    """report.py makes the results part of README.md from the committed JSON files, to the character, and touches nothing else."""
+def test_committed_texts_and_figures_are_made_from_the_committed_files(tmp_path, capsys):
+    """`python report.py results` leaves a clean clone clean."""
     shutil.copytree(HERE / "results", tmp_path / "results")
-    readme, committed = tmp_path / "README.md", (HERE / "README.md").read_text()
-    before, _, after = committed.partition(report.BEGIN)
-    readme.write_text(f"{before}{report.BEGIN}\nold numbers\n{report.END}{after.partition(report.END)[2]}")
-    assert report.main([str(tmp_path / "results"), "--readme", str(readme)]) == 0
-    assert readme.read_text() == committed
-    for path in (HERE / "results").glob("*/tables.md"):
-        assert (tmp_path / path.relative_to(HERE)).read_text() == path.read_text()
-    capsys.readouterr()
-    readme.write_text("no markers")
-    shutil.rmtree(tmp_path / "results" / "small")
-    assert report.main([str(tmp_path / "results"), "--readme", str(readme)]) == 2 and readme.read_text() == "no markers"
-    assert report.main([str(tmp_path / "results"), "--readme", str(tmp_path / "nowhere.md")]) == 2
-    assert report.main([str(tmp_path / "nowhere")]) == 2
+    names = ["README.md", "results/README.md"]
+    for name in names:
+        text = (HERE / name).read_text(encoding="utf-8")
+        before, _, rest = text.partition(report.BEGIN)
+        old = f"{before}{report.BEGIN}\nold numbers\n{report.END}{rest.partition(report.END)[2]}"
+        (tmp_path / name).write_text(old, encoding="utf-8")
+    assert report.main([str(tmp_path / "results")]) == 0
+    names += [str(path.relative_to(HERE)) for path in (HERE / "results").rglob("figures/*")]
+    for name in names:
+        assert (tmp_path / name).read_bytes() == (HERE / name).read_bytes(), name
+    (tmp_path / "README.md").write_text("no markers")
+    assert report.main([str(tmp_path / "results")]) == 2
+    assert (tmp_path / "README.md").read_text() == "no markers"
 
 
-def test_generated_images_stand_in_and_failures_leave_their_reason(tmp_path, monkeypatch, capsys):
-    flags = ["--scale", "smoke", "--tasks", "2", "--limit", "4", "--compensators", "none", "ldc", "--device", "cpu", "--out-dir", str(tmp_path)]
+def recorded(strategy, row, metric="A_last", labels="1", place="small/cifar100"):
+    """Mean over the recorded seeds of a strategy without a tag."""
+    values = []
+    for path in sorted((HERE / "results" / place / strategy).glob("seed*/result.json")):
+        rows = json.loads(path.read_text())["rows"][labels]
+        values += [rows[row][metric]] if row in rows else []
+    return sum(values) / len(values)
+
+
+def gap(strategy, row, labels="1"):
+    """Share of the gap closed, mean over seeds."""
+    shares = []
+    for path in sorted((HERE / "results" / "small" / "cifar100" / strategy).glob("seed*/result.json")):
+        rows = json.loads(path.read_text())["rows"][labels]
+        none, oracle, ours = (rows[name]["A_last"] for name in ("none", "oracle", row))
+        shares.append(100 * (ours - none) / (oracle - none))
+    return sum(shares) / len(shares)
+
+
+def test_sentences_about_results_are_true():
+    """Each number in the sentences of results/README.md, computed again from the files."""
+    text = (HERE / "results" / "README.md").read_text(encoding="utf-8").split(report.BEGIN)[0]
+    text = " ".join(text.split())
+
+    def ahead(strategy, row, other, labels="1"):
+        return recorded(strategy, row, labels=labels) - recorded(strategy, other, labels=labels)
+
+    closed = [gap(strategy, "ldc", labels) for strategy in ("cassle", "pfr") for labels in ("0.25", "1")]
+    sentences = [
+        f"LDC closes {gap('lwf', 'ldc'):.0f} % of the gap between no compensation and the oracle**, "
+        f"the closed form (`ldc-ridge`) {gap('lwf', 'ldc-ridge'):.0f} %",
+        f"does nothing for LwF** ({gap('lwf', 'sdc'):.0f} % of the gap)",
+        f"(`sdc-unit`) it closes {gap('lwf', 'sdc-unit'):.0f} %",
+        f"LDC closes {min(closed):.0f} to {max(closed):.0f} %** with a quarter of the labels or more",
+        f"on EFC and PASS the oracle is {ahead('efc', 'oracle', 'none'):.1f} and "
+        f"{ahead('pass', 'oracle', 'none'):.1f} above no compensation",
+        f"loses {-ahead('efc', 'ldc', 'none'):.1f} and {-ahead('pass', 'ldc', 'none'):.1f}.",
+        f"on LwF an MLP is {ahead('lwf', 'ldc-mlp', 'ldc'):.1f} above the linear projector, and 20 stored "
+        f"images per class are {ahead('lwf', 'nme-20', 'ldc'):.1f} above LDC",
+        f"{ahead('lwf', 'ldc-ridge+lda', 'ldc-ridge'):.1f} points over the closed form on LwF, "
+        f"{ahead('efc', 'ldc-ridge+lda', 'ldc-ridge'):.1f} on EFC, "
+        f"{ahead('pass', 'ldc-ridge+lda', 'ldc-ridge'):.1f} on PASS",
+    ]
+    demo = {row: recorded("lwf", row, place="demo/demo") for row in ("none", "ldc", "adc", "oracle")}
+    sentences.append("no compensation {none:.1f}, LDC {ldc:.1f}, ADC {adc:.1f}, oracle {oracle:.1f}".format(**demo))
+    for sentence in sentences:
+        assert sentence in text, sentence
+    for strategy in ("efc", "pass"):  # "loses nothing"
+        for row in ("ldc-eye", "ldc-ridge"):
+            assert ahead(strategy, row, "none") > -0.05, (strategy, row)
+    for strategy in ("cassle", "pfr", "efc", "pass", "lwf"):  # "`lda` wins on every backbone"
+        assert ahead(strategy, "ldc-ridge+lda", "ldc-ridge") > 0, strategy
+    for labels in ("0.008", "0.05", "0.25"):  # "here both raise it"
+        assert ahead("pfr", "sdc", "none", labels) > 0 and ahead("pfr", "ldc", "none", labels) > 0
+    paper = {(words["row"], words["labels"]): float(value.split("±")[0])
+             for *_, words, value in report.TABLES["table3"][2] if words["strategy"] == "pfr"}
+    assert all(paper["sdc", labels] < paper["none", labels] for labels in ("0.008", "0.05", "0.25"))
+    assert paper["ldc", "0.008"] < paper["none", "0.008"] and paper["ldc", "0.05"] > paper["none", "0.05"]
+
+
+def test_generated_images_stand_in_and_are_never_taken_for_real_ones(tmp_path, capsys):
+    flags = ["--scale", "smoke", "--tasks", "2", "--limit", "4", "--compensators", "none", "ldc",
+             "--device", "cpu", "--out-dir", str(tmp_path), "--dataset", "imagenet100"]
     folder = tmp_path / "smoke" / "imagenet100" / "lwf" / "seed0"
-    flags += ["--dataset", "imagenet100"]
-    monkeypatch.setattr(ldc.Run, "learn_task", lambda self: (_ for _ in ()).throw(RuntimeError("out of memory")))
-    with pytest.raises(RuntimeError):
-        ldc.main([*flags, "--generated"])
-    failed = ldc.read_json(folder / "failed.json")
-    assert failed["reason"] == "RuntimeError: out of memory" and failed["strategy"] == "lwf" and failed["generated"]
-    assert "failed [1]" in report.paper_table(report.TABLES["table1"], report.load_runs(tmp_path / "smoke"), "smoke", False)[4]
-    monkeypatch.undo()
-    assert ldc.main([*flags, "--generated", "--lr", "0.04"]) == 0  # nothing was learnt yet, so other settings may follow
-    flags += ["--lr", "0.04"]
-    assert not (folder / "failed.json").exists() and ldc.read_json(folder / "result.json")["class_names"][0].count(" ") == 2
-    assert "imagenet100, lwf, scale smoke, generated images: accuracy" in capsys.readouterr().out
-    assert ldc.main([*flags, "--data-dir", str(tmp_path)]) == 2  # never taken for a run on the real images
+    assert ldc.main([*flags, "--generated"]) == 0
+    result = json.loads((folder / "result.json").read_text())
+    assert result["class_names"][0].count(" ") == 2
+    assert "imagenet100 lwf, width 8" in (shown := capsys.readouterr().out) and "generated images" in shown
+    assert ldc.main([*flags, "--data-dir", str(tmp_path)]) == 2
     assert "holds a run with generated True, but None was asked for" in capsys.readouterr().err
     from PIL import Image
     Image.new("RGB", (40, 30), "red").save(tmp_path / "photo.png")
     assert ldc.main(["--predict", str(tmp_path / "photo.png"), "--run", str(folder), "--device", "cpu"]) == 0
 
 
-def test_failed_run_is_named_in_its_table(tmp_path):
-    done = subprocess.run(["bash", str(HERE / "run_all.sh"), "smoke", "table2"], capture_output=True, text=True,
-                          env={**os.environ, "PYTHON": sys.executable, "OUT": str(tmp_path), "WEIGHTS": str(tmp_path / "missing.npz")})
-    assert done.returncode == 1 and "1 of 1 runs failed" in done.stderr
-    assert set(table_of(done.stdout, "Table 2")["FT+LDC"]) == {"failed [1]"}
-    assert re.search(r"^\[1\] .*cars/finetune/seed0: failed after 0 of 10 tasks: .*missing.npz", done.stdout, re.M)
+def test_failed_run_is_named_and_its_table_says_not_run(tmp_path):
+    done = run_all("smoke", "table2", PYTHON=sys.executable, OUT=str(tmp_path),
+                   WEIGHTS=str(tmp_path / "missing.npz"))
+    assert done.returncode == 1 and "1 of 1 runs failed" in done.stderr and "missing.npz" in done.stderr

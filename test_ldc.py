@@ -2403,14 +2403,18 @@ def test_a_first_task_of_pfr_serves_cassle():
 
 
 def test_leak_moves_batch_norm_only_where_asked_for():
+    """With the leak one more forward a step, of images that are gathered once, not every epoch."""
     task, = short_tasks(1)
-    read, images_of, forwards = set(), task.dataset.train_images, []
-    task.dataset.train_images = lambda c: read.add(c) or images_of(c)
+    read, forwards = [], []
+    images_of = task.dataset.train_images
+    task.dataset.train_images = lambda c: read.append(c) or images_of(c)
     for leak in (False, True):
         strategy = quick("cassle", bn_leak=leak)
         strategy.start(task)
-        batch = one_batch(strategy, task)
-        assert len(batch) == 2 + leak and len(read) == (task.dataset.num_classes if leak else 0)
+        for _ in range(2):
+            batch = one_batch(strategy, task)
+        assert len(batch) == 2 + leak
+        assert sorted(read) == (list(range(task.dataset.num_classes)) if leak else [])
         strategy.loss(*batch)
         forwards.append(strategy.net["backbone"].bn1.num_batches_tracked.item())
     assert forwards == [2, 3]
@@ -2628,6 +2632,55 @@ def test_training_step_stays_on_one_device(name, fake_cuda):
             optimizer.step()
     with pytest.raises(Exception, match="device"):
         strategy.loss(*(part.cpu() if part.ndim == 4 else part for part in batch_for(strategy, classes)))
+
+
+@pytest.mark.parametrize("name", ["pocon", "nncsl"])
+def test_compiled_networks_give_the_same_and_are_compiled_once(name, monkeypatch):
+    """Students, teachers, experts and extraction share one compiled function: after the second task
+    nothing is compiled any more."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    graphs = torch._dynamo.utils.counters["stats"]
+    settings = vars(quick(name).settings)
+    plain, compiled = (strategies.STRATEGIES[name](settings, 16, compile=c) for c in (False, True))
+    monkeypatch.setattr(strategies, "apply_network", None)  # nothing goes past the compiled one
+    counts = []
+    for task in short_tasks(3):
+        plain.learn(task)
+        compiled.learn(task)
+        images = task[torch.arange(len(task))]
+        with torch.no_grad():
+            assert torch.equal(plain.snapshot()(images), compiled.snapshot()(images))
+        counts.append(graphs["unique_graphs"])
+    assert 0 < counts[0] <= counts[1] == counts[2]
+
+
+def test_features_are_float32_whatever_the_training_precision():
+    """Autocast rounds the convolutions of training, not their mean; snapshots are not rounded."""
+    strategy = strategies.LwF(vars(small_strategy("lwf").settings), 16, amp=True)
+    plain = strategies.LwF(vars(small_strategy("lwf").settings), 16)
+    images = torch.randn(8, 3, 16, 16)
+    with torch.no_grad():
+        trained, exact = strategy.embed(images), plain.embed(images)
+    assert trained.dtype == exact.dtype == torch.float32
+    assert 0 < (trained - exact).abs().max() < 0.05 * exact.abs().max()
+    assert not torch.equal(trained, trained.bfloat16().float())  # averaged in float32
+    for a, b in zip(strategy.net.buffers(), plain.net.buffers()):
+        a.copy_(b)
+    assert torch.equal(strategy.snapshot()(images), plain.snapshot()(images))
+
+
+@pytest.mark.parametrize("name", ["fetril", "fecam", "pass"])
+def test_a_tasks_features_are_extracted_once(name):
+    """What finish() extracted, a run takes over; of another task, or of a part of it, it does not."""
+    task, second = short_tasks(2)
+    strategy = quick(name)
+    strategy.learn(task)
+    feats = strategy.extracted(task)
+    assert torch.equal(feats, strategy.snapshot()(task[torch.arange(len(task))]))
+    assert strategy.extracted(second) is None
+    assert strategy.extracted(task.subset(torch.arange(5))) is None
+    assert quick("lwf").extracted(task) is None
 
 
 @pytest.mark.parametrize("name", ["pass", "efc"])

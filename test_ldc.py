@@ -2253,6 +2253,7 @@ def test_golden_pocon(key, option):
     pocon.net["retrospection"] = perceptron(g, f"{key}_r", *widths[1])
     pocon.build_adaptation = lambda: perceptron(g, f"{key}_a", *widths[0])
     pocon.net["backbone"] = Stored(views, (g["old_f1"], g["old_f2"]))
+    pocon.new_backbone = lambda: pocon.net["backbone"]
     for t, loss_name, grad_name in ((0, "loss_adapt", "grad_adapt"), (1, "loss_total", "grad_total")):
         phases = pocon.phases(SimpleNamespace(index=t))
         next(phases)
@@ -2356,25 +2357,51 @@ def test_frozen_network_is_in_train_mode_and_out_of_reach(name):
     assert torch.equal(before, snapshot(images)) and not torch.equal(before, strategy.snapshot()(images))
 
 
+def same_tensors(a, b):
+    """Whether two state_dicts are equal."""
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
 def test_pocon_phases():
-    """The expert starts as a copy of the main network and learns alone; then the main network learns, the expert rests."""
-    same = lambda a, b: all(torch.equal(x, y) for x, y in zip(a.values(), b.values()))  # noqa: E731
+    """After task 1 the expert starts as a copy of the main network and learns alone; then the main
+    network learns, and the expert rests."""
     first, second = short_tasks(2)
     pocon = small_strategy("pocon", expert_epochs=3, first_epochs=1, epochs=2)
     pocon.learn(first)
     task = pocon.visible(second)
     pocon.start(task)
-    phases, main = pocon.phases(task), copy.deepcopy(pocon.net["backbone"].state_dict())
-    assert next(phases) == 3 and same(main, pocon.student.state_dict())
+    backbone, projector = pocon.net["backbone"], pocon.net["projector"]
+    main = copy.deepcopy(backbone.state_dict())
+    phases = pocon.phases(task)
+    assert next(phases) == 3 and same_tensors(main, pocon.student.state_dict())
     pocon.fit(task, *pocon.optimizer(task), 1)
-    assert same(main, pocon.net["backbone"].state_dict()) and not same(main, pocon.student.state_dict())
-    expert, projector = copy.deepcopy(pocon.student.state_dict()), copy.deepcopy(pocon.net["projector"].state_dict())
+    assert same_tensors(main, backbone.state_dict())
+    expert = copy.deepcopy(pocon.student.state_dict())
+    assert not same_tensors(main, expert)
+    projector_before = copy.deepcopy(projector.state_dict())
     assert next(phases) == 2 and len(pocon.targets) == 2
-    pocon.fit(task, *pocon.optimizer(task), 1)
-    assert same(expert, pocon.targets[0].net["backbone"].state_dict())
-    assert same(main, pocon.targets[1].net["backbone"].state_dict())
-    assert same(projector, pocon.net["projector"].state_dict()) and not same(main, pocon.net["backbone"].state_dict())
+    pocon.fit(task, *pocon.optimizer(task), 1, phase=1)
+    assert same_tensors(expert, pocon.targets[0].net["backbone"].state_dict())
+    assert same_tensors(main, pocon.targets[1].net["backbone"].state_dict())
+    assert same_tensors(projector_before, projector.state_dict())
+    assert not same_tensors(main, backbone.state_dict())
     assert pocon.epochs(0) == 4 and pocon.epochs(1) == 5
+
+
+def test_pocon_starts_from_two_networks_and_draws_twice():
+    """In task 1 expert and main network differ from the start; each phase has views of its own."""
+    task, = short_tasks(1)
+    pocon, seen = quick("pocon"), []
+    pocon.start(pocon.visible(task))
+    next(pocon.phases(task))
+    expert, main = pocon.student, pocon.net["backbone"]
+    assert not torch.equal(expert.conv1.weight, main.conv1.weight)
+    assert not expert.blocks[3].bn2.weight.any() and not main.blocks[3].bn2.weight.any()
+    loss = pocon.loss
+    pocon.loss = lambda *views: seen.append(views[0]) or loss(*views)
+    pocon.learn(task)
+    half = len(seen) // 2
+    assert not torch.equal(seen[0], seen[half])
 
 
 @pytest.mark.parametrize("name", [*SSL, "nncsl"])

@@ -2335,6 +2335,23 @@ def test_known_values():
     assert uniform.item() == pytest.approx(-math.log(10))
 
 
+@pytest.mark.parametrize("name", ["joint-ssl", "pfr", "cassle", "pocon", "nncsl", "lwf"])
+def test_first_convolution_on_cifar(name):
+    """Their code replaces torchvision's first layer, which then has nn.Conv2d's initialisation:
+    uniform, std 1/9; NNCSL's, and the supervised ones', are Kaiming's by fan-out."""
+    settings = strategies.resolve_settings(name, "cifar100", "paper", {})
+    weight = strategies.STRATEGIES[name](settings, 32).net["backbone"].conv1.weight
+    if name in ("nncsl", "lwf"):
+        assert weight.std().item() == pytest.approx(math.sqrt(2 / (9 * 64)), rel=0.1)
+    else:
+        assert weight.std().item() == pytest.approx(1 / 9, rel=0.1)
+        assert weight.abs().max() <= 1 / math.sqrt(27)
+    settings = strategies.resolve_settings(name, "imagenet100", "paper", {"width": 32})
+    weight = strategies.STRATEGIES[name](settings, 32).net["backbone"].conv1.weight
+    fan_out = weight.shape[0] * weight.shape[2] ** 2
+    assert weight.std().item() == pytest.approx(math.sqrt(2 / fan_out), rel=0.1)
+
+
 @pytest.mark.parametrize("name", ["pfr", "cassle"])
 def test_frozen_network_is_in_train_mode_and_out_of_reach(name):
     first, second, third = short_tasks(3)

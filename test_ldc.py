@@ -2558,13 +2558,21 @@ def test_nncsl_buffer(size):
 
 
 def test_nncsl_support_is_distinct_where_there_are_enough_labels():
+    """Three images of each class, in two views and no more."""
     task, = short_tasks(1)
     strategy, seen, multi_crop = quick("nncsl", label_fraction=0.5), [], task.multi_crop
     strategy.start(task)
-    task.multi_crop = lambda images, generator=None: seen.append(images) or multi_crop(images, generator)
+
+    def spy(images, generator=None, small=True):
+        seen.append((images, small))
+        return multi_crop(images, generator, small)
+
+    task.multi_crop = spy
     one_batch(strategy, task)
-    support = seen[-1].unflatten(0, (3, -1))
+    support, small = seen[-1]
+    support = support.unflatten(0, (3, -1))
     assert all(len(support[:, c].flatten(1).unique(dim=0)) == 3 for c in range(support.shape[1]))
+    assert not small and seen[0][1]
 
 
 def test_nncsl_velocity_outlives_the_task():
@@ -2575,14 +2583,61 @@ def test_nncsl_velocity_outlives_the_task():
     strategy.start(strategy.visible(second))
     optimizer, _ = strategy.optimizer(second)
     for name, p in strategy.net.named_parameters():
-        velocity = optimizer.state[p]["velocity"]
-        assert torch.equal(velocity[:len(kept[name])], kept[name]) and velocity[len(kept[name]):].abs().sum() == 0
-    assert sum(v.abs().sum() for v in kept.values()) > 0 and len(strategy.net["head"].weight) == second.classes.stop
+        assert torch.equal(optimizer.state[p]["velocity"], kept[name])
+    assert sum(v.abs().sum() for v in kept.values()) > 0
+
+
+def test_nncsl_head_has_rows_for_all_classes_from_the_start():
+    """Drawn as nn.Linear draws them, weight and bias; only classes seen can be predicted."""
+    first, second = short_tasks(2)
+    strategy = quick("nncsl")
+    strategy.start(strategy.visible(first))
+    head, classes = strategy.net["head"], first.dataset.num_classes
+    assert head.weight.shape == (classes, strategy.dim) and head.bias.shape == (classes,)
+    bound = 1 / math.sqrt(strategy.dim)
+    for values in (head.weight, head.bias):
+        assert 0.8 * bound < values.abs().max() <= bound and values.min() < 0 < values.max()
+    logits = []
+    loss = strategies.nncsl_loss
+    strategies.nncsl_loss = lambda *args: logits.append(args[2]) or loss(*args)
+    try:
+        strategy.learn(first)
+        strategy.learn(second)
+    finally:
+        strategies.nncsl_loss = loss
+    assert logits[0].shape[1] == first.classes.stop and logits[-1].shape[1] == second.classes.stop
+    assert len(strategy.net["head"].weight) == classes
+    favourite = strategy.net["head"].weight[classes - 1:].detach()
+    assert strategy.classify(100 * favourite) < second.classes.stop
+
+
+def test_nncsl_settles_batch_norm_on_clean_images():
+    """Ten passes of 100 clean training images at the end of task 1, as written."""
+    task, later = short_tasks(2)
+    strategy = quick("nncsl")
+    strategy.learn(task)
+    conv, norm = strategy.net["backbone"].conv1, strategy.net["backbone"].bn1
+    projected = strategy.net["projector"][1].running_mean.clone()
+    expected, count = norm.running_mean.clone(), norm.num_batches_tracked.item()
+    order = torch.randperm(len(task), generator=torch.Generator().manual_seed(0)).repeat(30)
+    with torch.no_grad():
+        for index in order[:1000].split(100):
+            expected = 0.9 * expected + 0.1 * conv(task[index]).mean((0, 2, 3))
+    strategy.net.train()
+    strategy.settle_batch_norm(task)
+    agree(norm.running_mean, expected, 1e-5)
+    assert norm.num_batches_tracked.item() == count + 10
+    assert not torch.equal(projected, strategy.net["projector"][1].running_mean)
+    calls = []
+    strategy.settle_batch_norm = lambda task: calls.append(task.index)
+    strategy.learn(later)
+    assert not calls
 
 
 def test_nncsl_groups_its_parameters_by_name():
     strategy = quick("nncsl")
-    strategy.start(SimpleNamespace(index=0, classes=range(5)))
+    strategy.start(SimpleNamespace(index=0, classes=range(5),
+                                   dataset=SimpleNamespace(num_classes=10)))
     strategy.optimizer(Sized())
     names = {id(p): name for name, p in strategy.net.named_parameters()}
     scaled, plain, head = [{names[id(p)] for p in group["params"]} for group in strategy.lars.param_groups]
@@ -2666,7 +2721,8 @@ def batch_for(strategy, classes):
 def test_training_step_stays_on_one_device(name, fake_cuda):
     strategy = small_strategy(name, device="cuda")
     for index, classes in enumerate((range(0, 5), range(5, 10))):
-        task = SimpleNamespace(index=index, classes=classes)
+        task = SimpleNamespace(index=index, classes=classes,
+                               dataset=SimpleNamespace(num_classes=10))
         strategy.start(task)
         for _ in strategy.phases(task):
             assert strategy.loss(*batch_for(strategy, classes)).device.type == "cuda"

@@ -79,8 +79,8 @@ CaSSLe+LDC: cassle ldc | 35.0±0.2  | 21.1±0.01 | 32.9±0.03 | 33.9±0.02   | 3
 """
 NOTES = {
     "table1": "LwF+NCM is our row none. The paper took EFC's values from EFC's own paper.",
-    "table3": "NCM and naive are our row none. \"bn leak\": images of all classes pass through "
-              "batch-norm, as in CaSSLe's and PFR's published code.",
+    "table3": "NCM and naive are our row none. NNCSL (500) equals the NNCSL paper's own values. \"bn "
+              "leak\": all classes pass through batch-norm, as in CaSSLe's and PFR's published code.",
     "table6": "The paper's N=5 (21.1) lies below its 27.0 with 0.8 % of the labels, which is four "
               "images per class, so \"N labelled images\", as here, cannot be its protocol.",
 }

@@ -916,6 +916,7 @@ def test_bad_arguments_are_one_sentence(tmp_path):
             (dict(name="mnist"), "unknown data set mnist"),
             (dict(name="folder", limit=0), "--limit 0"),
             (dict(name="demo", limit=-3), "--limit -3"),
+            (dict(name="folder", workers=0), "--workers 0"),
             (dict(name="folder", image_size=7), "--image-size 7"),
             (dict(name="folder", image_size=0), "--image-size 0"),
             (dict(name="folder", image_size=1025), "--image-size 1025"),

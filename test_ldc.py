@@ -1655,6 +1655,33 @@ def test_resnet18_has_the_authors_stems_and_any_width(stem, side):
     assert sum(p.numel() for p in paper.parameters()) == 11_168_832  # torchvision's ResNet-18 without fc, 3x3 stem
 
 
+def test_narrow_networks_do_not_crash_on_a_cpu():
+    """Forward and backward at width 8 and 64 pixels; in channels-last oneDNN can crash the process."""
+    code = """
+import torch, strategies
+for name, stem in (("finetune", "cifar"), ("cassle", "cifar-pad2")):
+    flags = {"width": 8, "stem": stem}
+    settings = strategies.resolve_settings(name, "demo", "smoke", flags)
+    strategy = strategies.STRATEGIES[name](settings, 64)
+    for _ in range(3):
+        strategy.embed(torch.randn(16, 3, 64, 64)).sum().backward()
+print("alive")
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True)
+    assert done.stdout.strip() == "alive", (done.returncode, done.stderr)
+
+
+@pytest.mark.parametrize("device,width,expected", [
+    ("cpu", 8, torch.contiguous_format), ("cpu", 16, torch.channels_last),
+    ("mps", 64, torch.contiguous_format), ("cuda", 8, torch.channels_last)])
+def test_memory_format(device, width, expected):
+    assert strategies.memory_format(torch.device(device), width) == expected
+    if device == "cpu":
+        strategy = small_strategy("lwf", width=width)
+        weight = strategy.net["backbone"].blocks[1].conv1.weight
+        assert weight.is_contiguous(memory_format=expected)
+
+
 @pytest.mark.parametrize("name", ["vit_b_16", "mobilenet_v3_small", "convnext_tiny"])
 def test_any_torchvision_backbone_gives_features(name):
     backbone = strategies.torchvision_backbone(name, 32)
@@ -1898,6 +1925,177 @@ def test_cars_recipe(jax_arrays, tmp_path, monkeypatch):
 # LwF
 
 
+# Training loops beside the originals' update rules, in float64 on fixed batches with a tiny backbone.
+# A golden loss proves a formula; these prove the loop around it. Written from the papers' and codes'
+# description with plain tensor arithmetic: no optimiser, scheduler or loss function is shared.
+
+
+class TinyBackbone(nn.Module):
+    """A convolution with batch-norm: as much of ResNet-18 as a training loop can see."""
+
+    dim = 6
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, self.dim, 3, stride=2, bias=False)
+        self.bn = nn.BatchNorm2d(self.dim)
+
+    def forward(self, x):
+        return F.relu(self.bn(self.conv(x))).mean((2, 3))
+
+
+class FixedTask:
+    """A task whose epochs are always the same batches, the last one smaller."""
+
+    def __init__(self, index, classes, sizes=(8, 8, 5)):
+        generator = torch.Generator().manual_seed(index)
+        self.index, self.classes = index, classes
+        self.images = torch.randn(sum(sizes), 3, 8, 8, generator=generator)
+        self.labels = torch.arange(len(self.images)) % len(classes) + classes.start
+        self.dataset = SimpleNamespace(num_classes=9)
+        self.sizes = sizes
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, index):
+        return self.images[index]
+
+    def epoch(self, *_, **__):
+        return zip(self.images.split(self.sizes), self.labels.split(self.sizes))
+
+
+@pytest.fixture
+def loop(monkeypatch):
+    """Learn two tasks with a strategy: (strategy, tasks, its state before each fit, its draws)."""
+    torch.set_default_dtype(torch.float64)
+    monkeypatch.setattr(strategies, "build_backbone", lambda settings, size: TinyBackbone())
+    draws = {name: [] for name in ("randint", "randn_like", "randperm")}
+
+    def run(name, classes=(4, 2), **settings):
+        strategy = small_strategy(name, batch_size=8, **settings)
+        edges = [0, *np.cumsum(classes).tolist()]
+        tasks = [FixedTask(t, range(edges[t], edges[t + 1])) for t in range(len(classes))]
+        starts, fit = [], strategy.fit
+
+        def recorded_fit(*args):
+            starts.append(copy.deepcopy(strategy.net.state_dict()))
+            with pytest.MonkeyPatch.context() as patch:
+                for name in draws:
+                    patch.setattr(torch, name, overheard(getattr(torch, name), draws[name]))
+                fit(*args)
+
+        strategy.fit = recorded_fit
+        for task in tasks:
+            strategy.learn(task)
+        return strategy, tasks, starts, draws
+
+    yield run
+    torch.set_default_dtype(torch.float32)
+
+
+def overheard(function, results):
+    """The function, each of its results also appended to a list."""
+
+    def wrapper(*args, **kwargs):
+        results.append(function(*args, **kwargs))
+        return results[-1].clone()
+
+    return wrapper
+
+
+def tiny_copy(state):
+    """A TinyBackbone with the backbone's tensors of a state_dict."""
+    net = TinyBackbone()
+    net.load_state_dict({k[9:]: v.clone() for k, v in state.items() if k.startswith("backbone.")})
+    return net
+
+
+def as_published(strategy, backbone, **others):
+    """Every tensor of the strategy's network is the reference's, to 1e-9."""
+    expected = {"backbone." + name: value for name, value in backbone.state_dict().items()}
+    expected.update({name.replace("__", "."): value for name, value in others.items()})
+    state = strategy.net.state_dict()
+    assert state.keys() == expected.keys()
+    for name, value in expected.items():
+        assert (state[name] - value.detach()).abs().max() < 1e-9, name
+
+
+def log_softmax(z):
+    return z - z.exp().sum(1, keepdim=True).log()
+
+
+def mean_cross_entropy(z, y):
+    return -log_softmax(z)[torch.arange(len(y)), y].mean()
+
+
+def unit(x):
+    return x / x.square().sum(1, keepdim=True).sqrt()
+
+
+def decayed_rate(rate, milestones, epoch):
+    return rate * 0.1 ** sum(epoch >= m for m in milestones)
+
+
+class PlainSGD:
+    """v = 0.9 v + g + wd p, p -= lr v; new for every task."""
+
+    def __init__(self, params, decay):
+        self.params, self.decay = params, decay
+        self.velocity = [torch.zeros_like(p) for p in params]
+
+    def step(self, loss, rate):
+        for p, v, g in zip(self.params, self.velocity, torch.autograd.grad(loss, self.params)):
+            v.mul_(0.9).add_(g + self.decay * p.detach())
+            p.data -= rate * v
+
+
+class PlainAdam:
+    """m = 0.9 m + 0.1 g, s = 0.999 s + 0.001 g^2, g with weight decay, both bias-corrected."""
+
+    def __init__(self, params, decay):
+        self.params, self.decay, self.t = params, decay, 0
+        self.m = [torch.zeros_like(p) for p in params]
+        self.s = [torch.zeros_like(p) for p in params]
+
+    def step(self, loss, rate):
+        self.t += 1
+        for p, m, s, g in zip(self.params, self.m, self.s, torch.autograd.grad(loss, self.params)):
+            g = g + self.decay * p.detach()
+            m.mul_(0.9).add_(0.1 * g)
+            s.mul_(0.999).add_(0.001 * g * g)
+            m_hat, s_hat = m / (1 - 0.9 ** self.t), s / (1 - 0.999 ** self.t)
+            p.data -= rate * m_hat / (s_hat.sqrt() + 1e-8)
+
+
+def test_lwf_trains_as_published(loop):
+    """Cross-entropy on the new classes, distillation of all old ones at T = 2 without T^2, weight 10;
+    SGD and steps of the learning rate begin anew; sigma and batch-norm decay too."""
+    strategy, tasks, starts, _ = loop(
+        "lwf", first_epochs=4, first_milestones=(2, 3), epochs=3, milestones=(1, 2))
+    f = tiny_copy(starts[0])
+    sigma = torch.ones(1, requires_grad=True)
+    W = torch.empty(0, f.dim)
+    for task, start in zip(tasks, starts):
+        known = len(W)
+        old = copy.deepcopy(f).eval(), W.detach().clone(), sigma.detach().clone()
+        fresh = start["head.weight"][known:]  # the draw of new rows is ours
+        W = torch.cat([W.detach(), fresh]).requires_grad_()
+        rates = (0.1, (2, 3), 5e-4) if task.index == 0 else (0.05, (1, 2), 2e-4)
+        sgd = PlainSGD([*f.parameters(), W, sigma], rates[2])
+        for epoch in range(4 - task.index):
+            for x, y in task.epoch():
+                z = sigma * unit(f(x)) @ unit(W).T
+                loss = mean_cross_entropy(z[:, known:], y - known)
+                if task.index:
+                    with torch.no_grad():
+                        z_old = old[2] * unit(old[0](x)) @ unit(old[1]).T
+                    teacher = log_softmax(z_old / 2).exp()
+                    loss = loss - 10 * (teacher * log_softmax(z[:, :known] / 2)).sum(1).mean()
+                sgd.step(loss, decayed_rate(rates[0], rates[1], epoch))
+    as_published(strategy, f, head__weight=W, head__sigma=sigma)
+
+
 def test_lwf_distils_into_the_student_only():
     stream = data.TaskStream(data.load("demo", limit=20), tasks=10)
     lwf = small_strategy("lwf")
@@ -1931,6 +2129,44 @@ def test_golden_pass():
     agree(feats.grad, g["grad_feats"])
     agree(head.weight.grad, g["grad_fc_weight"])
     agree(head.bias.grad, g["grad_fc_bias"])
+
+
+def test_pass_trains_as_published(loop):
+    """Four rotations as classes, ||F - F_old|| over the batch, B floor(C_old / C_new) noisy
+    prototypes a step, both weights 10, temperature 0.1; Adam, a step of its rate, anew each task.
+    One forward a step: the second of PyCIL's only moves batch-norm twice."""
+    strategy, tasks, starts, draws = loop(
+        "pass", lr=1e-3, first_epochs=3, epochs=3, first_milestones=(2,), milestones=(1,))
+    f = tiny_copy(starts[0])
+    W, b = torch.empty(0, f.dim), torch.empty(0)
+    means, traces = [], []
+    for task, start in zip(tasks, starts):
+        old, known = copy.deepcopy(f).eval(), len(W)
+        W = torch.cat([W.detach(), start["head.weight"][known:]]).requires_grad_()
+        b = torch.cat([b.detach(), torch.zeros(len(W) - known)]).requires_grad_()
+        adam = PlainAdam([*f.parameters(), W, b], 2e-4)
+        for epoch in range(3):
+            for x, y in task.epoch():
+                turned = torch.stack([torch.rot90(x, k, (2, 3)) for k in range(4)], 1).flatten(0, 1)
+                targets = torch.stack([4 * y + k for k in range(4)], 1).flatten()
+                feats = f(turned)
+                loss = mean_cross_entropy((feats @ W.T + b) / 0.1, targets)
+                if task.index:
+                    c, noise = draws["randint"].pop(0), draws["randn_like"].pop(0)
+                    assert len(c) == 8 * (4 // 2)
+                    radius = torch.stack(traces).mean().sqrt()
+                    drawn = torch.stack(means)[c] + radius * noise
+                    distance = (feats - old(turned).detach()).square().sum().sqrt()
+                    loss = loss + 10 * distance
+                    loss = loss + 10 * mean_cross_entropy((drawn @ W.T + b) / 0.1, 4 * c)
+                adam.step(loss, decayed_rate(1e-3, (1,) if task.index else (2,), epoch))
+        feats = copy.deepcopy(f).eval()(task.images).detach()
+        for c in task.classes:
+            own = feats[task.labels == c]
+            means.append(own.mean(0))
+            traces.append(torch.cov(own.T).trace() / f.dim)
+    assert not draws["randint"]
+    as_published(strategy, f, head__weight=W, head__bias=b)
 
 
 def test_golden_pass_memory_and_prediction():
@@ -2065,6 +2301,58 @@ def test_golden_efc_loss_and_rotations():
     assert torch.equal(turned, g["rot_out_images"])
     labels = strategies.efc_rotations(y, rotated_classes(g)).view(-1, 4)
     assert torch.equal(labels[:, 0], y) and torch.equal(labels[:, 1:].flatten(), g["rot_out_targets"])
+
+
+def test_efc_trains_as_published(loop):
+    """Task 1 with turned images as classes of an auxiliary layer; then batch-norm stands still, and
+    new head + PR-ACE over all heads + (f - f_old)^T (10 E + 0.1 I) (f - f_old); Adam at 1e-4."""
+    strategy, tasks, starts, draws = loop(
+        "efc", first_lr=1e-3, first_epochs=3, first_milestones=(2,), epochs=3)
+    f = tiny_copy(starts[0])
+    W = starts[0]["head.weight"].clone().requires_grad_()
+    turned_W, turned_b = (starts[0][f"rotations.{n}"].clone().requires_grad_()
+                          for n in ("weight", "bias"))
+    adam = PlainAdam([*f.parameters(), W, turned_W, turned_b], 2e-4)
+    for epoch in range(3):
+        for x, y in tasks[0].epoch():
+            images = torch.stack([torch.rot90(x, k, (2, 3)) for k in range(4)], 1).flatten(0, 1)
+            labels = torch.stack([y, *(4 + 3 * y + k - 1 for k in (1, 2, 3))], 1).flatten()
+            feats = f(images)
+            z = torch.cat([feats @ W.T, feats @ turned_W.T + turned_b], 1)
+            adam.step(mean_cross_entropy(z, labels), decayed_rate(1e-3, (2,), epoch))
+    f.eval()
+    feats = f(tasks[0].images).detach()
+    means = torch.stack([feats[tasks[0].labels == c].mean(0) for c in range(4)])
+    covariances = [torch.cov(feats[tasks[0].labels == c].T) for c in range(4)]
+    factors = [torch.linalg.cholesky(cov + 1e-5 * torch.eye(f.dim)) for cov in covariances]
+    E = torch.zeros(f.dim, f.dim)
+    for p in log_softmax(feats[:16] @ W.detach().T).exp():  # full batches only
+        E += W.detach().T @ (p.diag() - p[:, None] * p) @ W.detach() / 16
+    old, rng, previous = copy.deepcopy(f), random.Random(1), None
+    W = torch.cat([W.detach(), starts[1]["head.weight"][4:]]).requires_grad_()
+    adam = PlainAdam([f.conv.weight, W], 2e-4)  # nothing of batch-norm learns
+    for epoch in range(3):
+        for x, y in tasks[1].epoch():
+            n, older = 8, (x[:0], y[:0])
+            if previous:
+                ids = rng.sample(range(6), 6)
+                ids = ids + ids[:8 - 6]
+                n = sum(i < 4 for i in ids)
+                older = previous[0][:8 - n], previous[1][:8 - n]
+            previous = x, y
+            balanced = draws["randperm"].pop(0).repeat(2)
+            c = balanced[draws["randperm"].pop(0)][:n]
+            noise = draws["randn_like"].pop(0)
+            drawn = torch.stack([means[k] + factors[k] @ e for k, e in zip(c.tolist(), noise)])
+            feats, older_feats = f(x), f(older[0])
+            delta = feats - old(x).detach()
+            pull = torch.einsum("bi,ij,bj->b", delta, 10 * E + 0.1 * torch.eye(f.dim), delta).mean()
+            new = mean_cross_entropy((feats @ W.T)[:, 4:], y - 4)
+            every = mean_cross_entropy(torch.cat([drawn, older_feats]) @ W.T,
+                                       torch.cat([c, older[1]]))
+            adam.step(new + every + pull, 1e-4)
+    assert not draws["randn_like"]
+    as_published(strategy, f, head__weight=W)
 
 
 def rotated_classes(g):
@@ -2645,6 +2933,58 @@ def test_nncsl_groups_its_parameters_by_name():
     assert head == {"head.weight", "head.bias"} and "backbone.blocks.2.shortcut.1.weight" in scaled
     assert {"backbone.bn1.weight", "backbone.bn1.bias", "backbone.blocks.2.shortcut.1.bias", "projector.1.weight"} <= plain
     assert len(scaled) + len(plain) + 2 == len(names)
+
+
+def test_nncsl_optimises_as_published(loop, monkeypatch):
+    """Layer-wise rates without clipping, the rate inside the velocity, which outlives the task;
+    warm-up and cosine by steps, anew each task; biases and batch-norm plain, the head undecayed."""
+
+    def loss(self, x, y):
+        feats = self.embed(x)
+        z = self.net["projector"](feats)
+        return F.cross_entropy(self.net["head"](feats), y) + z.square().mean()
+
+    monkeypatch.setattr(strategies.Nncsl, "loss", loss)
+    monkeypatch.setattr(strategies.Nncsl, "batches", lambda self, task, generator: task.epoch())
+    monkeypatch.setattr(strategies.Nncsl, "visible", lambda self, task: task)
+    monkeypatch.setattr(strategies.Nncsl, "labelled_images", lambda self, task: (None, None))
+    strategy, tasks, starts, _ = loop("nncsl", first_epochs=3, epochs=3, warmup_epochs=1,
+                                      buffer_size=0, weight_decay=1e-2, lr=0.6, head_lr=0.06)
+    net = copy.deepcopy(strategy.net)
+    net.load_state_dict(starts[0])
+    params = dict(net.named_parameters())
+    velocity = {name: torch.zeros_like(p) for name, p in params.items()}
+    for task in tasks:
+        net.train(task.index == 0)
+        per_epoch = len(task) // 8
+        for epoch in range(3):
+            for k, (x, y) in enumerate(task.epoch()):
+                feats = net["backbone"](x)
+                value = (mean_cross_entropy(net["head"](feats), y)
+                         + net["projector"](feats).square().mean())
+                grads = torch.autograd.grad(value, list(params.values()))
+                step = epoch * 3 + k
+                done = min(1, (step - per_epoch) / (2 * per_epoch))
+                rate = 0.032 + (0.6 - 0.032) / 2 * (1 + math.cos(math.pi * done))
+                if step < per_epoch:
+                    rate = 0.08 + (0.6 - 0.08) * step / per_epoch
+                for (name, p), g in zip(params.items(), grads):
+                    head = name.startswith("head")
+                    decay = 0 if head else 1e-2
+                    direction = g
+                    if head or p.ndim > 1:
+                        p_norm, g_norm = p.detach().square().sum().sqrt(), g.square().sum().sqrt()
+                        trust = 0.001 * p_norm / (g_norm + decay * p_norm + 1e-8)
+                        direction = trust * (g + decay * p.detach())
+                    velocity[name] = 0.9 * velocity[name] + rate * (0.1 if head else 1) * direction
+                    p.data -= velocity[name]
+        if task.index == 0:
+            order = torch.randperm(21, generator=torch.Generator().manual_seed(0)).repeat(48)
+            for index in order[:1000].split(100):
+                net["projector"](net["backbone"](task.images[index]))
+    others = {"head__" + k: v for k, v in net["head"].state_dict().items()}
+    others.update({"projector__" + k: v for k, v in net["projector"].state_dict().items()})
+    as_published(strategy, net["backbone"], **others)
 
 
 def test_nncsl_schedule_moves_with_every_step():

@@ -1,5 +1,6 @@
 """Tests: parity with the original implementations, equations against naive loops, learning, files,
 every README command."""
+import collections
 import copy
 import csv
 import functools
@@ -1648,6 +1649,18 @@ def test_log_counts_and_tells(tmp_path, monkeypatch, capsys):
         (1, 1, 2.0), (1, 2, 2.0), (2, 1, 2.0), (2, 2, 2.0)]
 
 
+def test_seconds_of_a_phase_include_the_devices_work(monkeypatch):
+    """On CUDA a phase ends when the device is done: otherwise images per second are too good."""
+    clock = [0.0]
+    monkeypatch.setattr(strategies.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: clock.__setitem__(0, clock[0] + 7))
+    log = strategies.Log()
+    with log.phase("train"):
+        clock[0] += 1
+    assert log.seconds["train"] == 8
+
+
 # --------------------------------------------------------------------------------------------------
 # Backbones and heads
 
@@ -2589,6 +2602,40 @@ def test_golden_lars_cassle(clip):
             agree(p, g[f"after_{'clip' if clip else 'noclip'}_{name}"][i])
 
 
+class Operations(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts every operation that torch dispatches, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = collections.Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count[function.overloadpacket.__name__] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("clip,lr_in_velocity", [(True, False), (False, True)])
+def test_lars_neither_allocates_zeros_nor_waits(clip, lr_in_velocity):
+    """Velocities are made in the first step only; no value is ever read on the host, and the number
+    of operations does not grow with that of the parameters, but for splitting their ratios."""
+    counts = []
+    for layers in (2, 20):
+        params = [nn.Parameter(torch.randn(3, 4)) for _ in range(layers)]
+        for p in params:
+            p.grad = torch.randn(3, 4)
+        optimizer = strategies.LARS([{"params": params}], 0.1, 0.9, 1e-4, trust=0.02, clip=clip,
+                                    lr_in_velocity=lr_in_velocity)
+        with Operations() as first:
+            optimizer.step()
+        assert first.count["zeros_like"] == layers
+        with Operations() as operations:
+            optimizer.step()
+        forbidden = {"_local_scalar_dense", "nonzero", "equal", "zeros", "zeros_like", "new_zeros"}
+        assert not forbidden & set(operations.count)
+        counts.append(sum(operations.count.values()))
+    assert counts[1] <= counts[0] + 2
+
+
 @pytest.mark.parametrize("lr,bound", [(0.3, "trust"), (1e-4, "lr")])
 def test_lars_clips_each_layer(lr, bound):
     """One step on a matrix: its norm is min(eta |p|, lr |g|)."""
@@ -2831,6 +2878,22 @@ def test_nncsl_freezes_batch_norm_after_the_first_task():
     strategy.learn(second)
     assert all(torch.equal(before, m.running_mean) for before, m in zip(statistics, norms))
     assert not torch.equal(weight, norms[0].weight)
+
+
+def test_nncsl_support_reaches_the_device_without_waiting(monkeypatch):
+    """Its indices go through data.to_device, pinned and asynchronous on CUDA, and by no other way."""
+    task, = short_tasks(1)
+    strategy, moved = quick("nncsl"), []
+    strategy.start(strategy.visible(task))
+    to_device = data.to_device
+
+    def watched(plan, device):
+        moved.append(plan)
+        return to_device(plan, device)
+
+    monkeypatch.setattr(strategies, "to_device", watched)
+    batch = one_batch(strategy, task)
+    assert [len(plan) for plan in moved] == [len(batch[-1])] and len(batch) == 7
 
 
 @pytest.mark.parametrize("size", [0, 7, 16, 500])

@@ -348,7 +348,7 @@ def test_grey_solarise_equalise_and_blur_equal_torchvision():
 def test_view_recipes_are_the_papers():
     first, second = data.view_recipes("asymmetric", 32)
     assert first == data.View(32, (0.08, 1.0), True, (0.4, 0.4, 0.2, 0.1), grey=0.2)
-    assert second == data.replace(first, solarise=0.2) and second.threshold == 128
+    assert second == data.replace(first, solarise=0.2) and second.threshold == (128, 128)
     first, second = data.view_recipes("asymmetric", 224)
     assert (first.blur, second.blur, first.solarise, second.solarise) == (1.0, 0.1, 0, 0.2)
     symmetric = data.View(32, jitter=(0.4, 0.4, 0.4, 0.1), grey=0.2)
@@ -366,7 +366,7 @@ def test_view_recipes_are_the_papers():
     sizes = [(view.size, view.area) for view in multi]
     assert sizes == [(32, (0.75, 1.0))] * 2 + [(18, (0.3, 0.75))] * 2
     for view in multi:
-        assert (view.solarise, view.threshold, view.equalise) == (0.2, None, 0.2)
+        assert (view.solarise, view.threshold, view.equalise) == (0.2, (0, 256), 0.2)
         assert (view.grey, view.blur) == (0, 0)
     multi = data.view_recipes("multi", 224)
     sizes = [(view.size, view.area) for view in multi]
@@ -387,7 +387,7 @@ def test_multi_crop_can_leave_the_small_views_out():
 
 def test_view_draws_have_the_stated_frequencies():
     view = data.View(32, jitter=(0.4, 0.4, 0.2, 0.1), grey=0.2, blur=0.5, solarise=0.2,
-                     threshold=None, equalise=0.1)
+                     threshold=(0, 256), equalise=0.1)
     plan = data.draw_view(20000, view, gen())
     for step in ("grey", "blur", "solarise", "equalise"):
         assert abs(len(plan[step]) / 20000 - getattr(view, step)) < 0.02, step
@@ -854,14 +854,14 @@ def spoil(root, what):
     if what == "dangling link":
         (ant / "2.png").unlink()
         (ant / "2.png").symlink_to("nowhere.png")
-        return "2.png .No such file"
+        return "No such file .*2.png"
     if what == "link to itself":
         (ant / "2.png").unlink()
         (ant / "2.png").symlink_to("2.png")
-        return "2.png .Too many levels"
+        return "Too many levels .*2.png"
     if what == "class that links to itself":
         (root / "train" / "dog").symlink_to("dog")
-        return "dog .Too many levels"
+        return "Too many levels .*dog"
     if what == "class that links to its parent":
         (root / "train" / "dog").symlink_to("../train")
         return "'dog' is in .*train but not in"
@@ -998,9 +998,9 @@ def test_a_pickle_in_cifars_place_is_never_executed(part, tmp_path, monkeypatch)
     good = (folder / part).read_bytes()
     for bad in (pickle.dumps(Bomb()), good[:len(good) // 2]):  # another file, a file cut short
         (folder / part).write_bytes(bad)
-        with pytest.raises(data.UserError, match="cannot load CIFAR-100 from") as info:
+        with pytest.raises(data.UserError, match="cannot load cifar100 from .* by hand") as info:
             data.load("cifar100", tmp_path)
-        assert "cifar100/train/<class>" in str(info.value) and "\n" not in str(info.value)
+        assert "\n" not in str(info.value)
     assert not Path("executed").exists()
 
 
@@ -1055,7 +1055,7 @@ def test_tinyimagenet_download(tmp_path, monkeypatch):
                          "90528d7ca1a48142e341f4ef8d21d0de")
     for bad in ((url, "0" * 32), (url + "x", md5)):  # damaged on the way; not there
         monkeypatch.setattr(data, "TINY", bad)
-        with pytest.raises(data.UserError, match="cannot download http.* unzip it as"):
+        with pytest.raises(data.UserError, match="cannot load tinyimagenet .* by hand"):
             data.load("tinyimagenet", new)
         assert not list(new.iterdir())
     monkeypatch.setattr(data, "TINY", (url, md5))

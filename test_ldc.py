@@ -19,6 +19,8 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
+import warnings
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -1365,12 +1367,34 @@ def test_lda_reads_along_the_quiet_directions():
         assert guess == int(cosine[1] > cosine[0])
 
 
+@pytest.mark.parametrize("classes", [[0, 2, 1], [3, 7], [5]])
+def test_scatter_takes_classes_in_any_order(classes):
+    feats = torch.randn(40 * len(classes), 3)
+    labels = torch.tensor(classes).repeat(40)
+    store = ldc.PrototypeStore()
+    store.add(feats, labels, classes)
+    store.add_scatter(feats, labels, classes)
+    within = sum(torch.cov(feats[labels == c].T, correction=0) for c in classes) / len(classes)
+    assert torch.allclose(store.covariance().float(), within, atol=1e-5)
+
+
+def test_store_refuses_a_class_without_images_and_moves_nothing_when_empty():
+    store = ldc.PrototypeStore()
+    store.move(lambda prototypes: 1 / 0)
+    assert store.means is None
+    with pytest.raises(ValueError, match="class 2 has no image"):
+        store.add(torch.rand(4, 3), torch.tensor([0, 1, 0, 1]), range(3))
+    assert store.means is None
+
+
 def test_metrics_on_a_matrix_worked_by_hand():
-    row = {"accuracy": [90.0, 70.0, 50.0], "matrix": [[90.0], [60.0, 80.0], [40.0, 50.0, 60.0]]}
-    ldc.summarise(row)
-    assert (row["A_last"], row["A_inc"], row["forgetting"]) == (50.0, 70.0, (50.0 + 30.0) / 2)
-    overall, by_task = ldc.score(torch.tensor([0, 1, 2, 2]), torch.tensor([0, 0, 2, 3]), [2, 2])
-    assert (overall, by_task) == (50.0, [50.0, 50.0])
+    curves = {"accuracy": [90.0, 70.0, 50.0],
+              "matrix": [[90.0], [60.0, 80.0], [40.0, 50.0, 60.0]]}
+    assert ldc.summarise(curves) == {"A_last": 50.0, "A_inc": 70.0, "forgetting": 40.0}
+    predictions = torch.tensor([0, 1, 2, 2])
+    labels = torch.tensor([0, 0, 2, 3])
+    assert ldc.accuracy(predictions, labels) == 50.0
+    assert ldc.by_task(predictions, labels, [2, 2]) == [50.0, 50.0]
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -1406,38 +1430,103 @@ def test_ldc_update_by_adam_fits_what_its_projector_can(projector):
     torch.manual_seed(0)
     W, images = torch.rand(12, 12), torch.rand(200, 3, 2, 2)
     prototypes = torch.rand(9, 12)
-    moved = ldc.ldc_update(prototypes, nn.Flatten(), lambda x: x.flatten(1) @ W, list(images.split(50)), projector=projector,
-                           epochs=300, lr=5e-3)
+    moved = ldc.ldc_update(prototypes, nn.Flatten(), lambda x: x.flatten(1) @ W, [images],
+                           projector=projector, epochs=300, lr=5e-3, batch_size=50)
     naive = (prototypes - prototypes @ W).norm()
     # a ReLU unit that is dead at the start stays dead: inputs are never negative, so no gradient wakes it
     assert (moved - prototypes @ W).norm() < (0.5 if projector == "linear+relu" else 0.1) * naive
 
 
+def test_ldc_update_is_its_three_steps():
+    """Paired features of `passes` passes, fit_projector, apply: the functions that a run uses."""
+    torch.manual_seed(0)
+    images = torch.rand(60, 3, 2, 2)
+    prototypes = torch.rand(4, 12)
+    W = torch.rand(12, 12)
+
+    class Noisy:  # fresh augmentation in every pass
+        def __iter__(self):
+            return iter((images + 0.1 * torch.randn(60, 3, 2, 2)).split(20))
+
+    def new_model(x):
+        return x.flatten(1) @ W
+
+    for solver in ("adam", "ridge"):
+        torch.manual_seed(1)
+        moved = ldc.ldc_update(prototypes, nn.Flatten(), new_model, Noisy(), passes=3, solver=solver)
+        torch.manual_seed(1)
+        passes = [ldc.paired_pass(nn.Flatten(), new_model, Noisy()) for _ in range(3)]
+        p_F = ldc.fit_projector(*zip(*passes), solver=solver)
+        assert torch.equal(moved, p_F(prototypes))
+
+
+def test_ldc_update_works_without_gradients_and_with_a_module_of_ones_own():
+    images = [torch.rand(50, 3, 2, 2)]
+    own = nn.Linear(12, 12)
+    before = own.weight.clone()
+    with torch.no_grad():
+        moved = ldc.ldc_update(torch.rand(4, 12), nn.Flatten(), nn.Flatten(), images, projector=own,
+                               epochs=300, lr=1e-2)
+    assert moved.shape == (4, 12) and torch.equal(own.weight, before)
+
+
+def test_ldc_update_warns_where_it_would_do_harm():
+    """Nothing drifted, 500 images, 512 features: Adam from a random start is worse than nothing."""
+    images = [torch.rand(500, 512, 1, 1)]
+    prototypes = torch.rand(3, 512)
+    with pytest.warns(UserWarning, match='use solver="ridge" or more epochs'):
+        moved = ldc.ldc_update(prototypes, nn.Flatten(), nn.Flatten(), images)
+    assert F.cosine_similarity(moved, prototypes).min() < 0.999
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for flags in (dict(solver="ridge"), dict(projector="eye")):
+            moved = ldc.ldc_update(prototypes, nn.Flatten(), nn.Flatten(), images, **flags)
+            assert F.cosine_similarity(moved, prototypes).min() > 0.9999
+
+
 def test_ldc_update_says_what_is_wrong():
-    model, prototypes = nn.Flatten(), torch.rand(2, 12)
-    with pytest.raises(ValueError, match="only once"):
-        ldc.ldc_update(prototypes, model, model, iter([torch.rand(4, 3, 2, 2)]))
-    with pytest.raises(ValueError, match="expected one of"):
-        ldc.ldc_update(prototypes, model, model, [], projector="cubic")
-    with pytest.raises(ValueError, match="no batch"):
-        ldc.ldc_update(prototypes, model, model, [])
-    with pytest.raises(ValueError, match="no batch"):
-        ldc.ldc_update(prototypes, model, model, [], solver="ridge")
+    model = nn.Flatten()
+    images = torch.rand(4, 3, 2, 2)
+    prototypes = torch.rand(2, 12)
+    cases = [
+        ("only once", dict(batches=iter([images]), passes=2)),
+        ("expected one of", dict(projector="cubic")),
+        ("expected one of", dict(projector=nn.Linear(12, 12), solver="ridge")),
+        ("no batch", dict(batches=[])),
+        ("no batch", dict(batches=[], solver="ridge")),
+        ("batches yields dict", dict(batches=[{"image": images}])),
+        ("a model returned dict", dict(old_model=lambda x: {"features": x})),
+        ("a model returned tuple", dict(new_model=lambda x: (x, x))),
+        (r"a model returned \(4, 3, 2, 2\)", dict(new_model=lambda x: x)),
+        (r"expected \(C, 12\)", dict(prototypes=torch.rand(2, 11))),
+        (r"expected \(C, 12\)", dict(prototypes=torch.rand(12))),
+        ("not finite", dict(new_model=lambda x: x.flatten(1) / 0)),
+    ]
+    for words, changes in cases:
+        call = dict(prototypes=prototypes, old_model=model, new_model=model, batches=[images])
+        with pytest.raises(ValueError, match=words):
+            ldc.ldc_update(**{**call, **changes})
 
 
-def test_ldc_alone_in_an_empty_folder(tmp_path):
-    """The file can be copied into another project: torch, two torchvision models, a plain DataLoader."""
-    shutil.copy(HERE / "ldc.py", tmp_path)
-    (tmp_path / "data.py").write_text("raise RuntimeError('another project has a data.py of its own')")
-    code = """
+COPIED = """
 import torch, torchvision
 from ldc import ldc_update
 old, new = (torchvision.models.resnet18(num_classes=10) for _ in range(2))
 images = torch.utils.data.TensorDataset(torch.rand(8, 3, 32, 32), torch.zeros(8))
-moved = ldc_update(torch.rand(3, 10), old, new, torch.utils.data.DataLoader(images, batch_size=4), epochs=2)
-print(tuple(moved.shape))
+loader = torch.utils.data.DataLoader(images, batch_size=4)
+print(tuple(ldc_update(torch.rand(3, 10), old, new, loader, epochs=2, solver="ridge").shape))
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("part", ["the whole file", "its method half"])
+def test_ldc_alone_in_an_empty_folder(tmp_path, part):
+    """The file can be copied into another project: torch, two models, a plain DataLoader."""
+    source = (HERE / "ldc.py").read_text()
+    if part == "its method half":
+        source = source[:source.index("# One run: ")]
+    (tmp_path / "ldc.py").write_text(source)
+    (tmp_path / "data.py").write_text("raise RuntimeError('another project has its own data.py')")
+    done = subprocess.run([sys.executable, "-c", COPIED], cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout.strip() == "(3, 10)", done.stderr
 
 
@@ -3279,7 +3368,7 @@ def test_label_sets_share_one_backbone():
     agree(projector(feats[:50]).mean(0), projector(feats[:50].mean(0)), 1e-5)
 
 
-# ------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # One run: learning, files, resuming
 
 SMOKE = ["--scale", "smoke", "--tasks", "3", "--device", "cpu"]
@@ -3287,20 +3376,22 @@ SMOKE = ["--scale", "smoke", "--tasks", "3", "--device", "cpu"]
 
 def run_command(*args, **kwargs):
     """python ldc.py in a process of its own."""
-    return subprocess.run([sys.executable, str(HERE / "ldc.py"), *map(str, args)], capture_output=True, text=True, **kwargs)
+    command = [sys.executable, str(HERE / "ldc.py"), *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, **kwargs)
 
 
 def metrics(folder):
-    """What must repeat to the last bit: everything in result.json but times, memory and provenance."""
+    """What must repeat to the last bit: all of result.json but times, memory and provenance."""
     result = json.loads((folder / "result.json").read_text())
-    return {key: result[key] for key in ("finished", "tasks_done", "rows", "class_order", "settings", "options")}
+    kept = ("finished", "tasks_done", "rows", "class_order", "settings", "options")
+    return {key: result[key] for key in kept}
 
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory):
-    """One finished smoke run."""
+    """One finished smoke run that kept its features."""
     out = tmp_path_factory.mktemp("smoke")
-    assert ldc.main([*SMOKE, "--out-dir", str(out)]) == 0
+    assert ldc.main([*SMOKE, "--keep-features", "--out-dir", str(out)]) == 0
     return out / "smoke" / "demo" / "lwf" / "seed0"
 
 
@@ -3308,230 +3399,419 @@ def open_run(*flags):
     """A run as the command line would make it, without its files."""
     args = ldc.build_parser().parse_args(list(flags))
     ldc.resolve(args)
-    return ldc.open_run(args, ldc.identity_of(args, args.seed[0]))
+    dataset = ldc.open_data(args)
+    identity = dict(seed=args.seed[0], order_seed=args.seed[0], data=dataset.fingerprint,
+                    **{name: getattr(args, name) for name in ldc.IDENTITY})
+    return ldc.open_run(args, identity, dataset)
+
+
+def learn_task(run):
+    run.learn()
+    ldc.score(run.rows, run.extract(), run.stream.sizes[:run.tasks_done + 1], run.options)
+    run.tasks_done += 1
+
+
+def rows_of(run, labels="1"):
+    """Row -> its curves, of one set of labels."""
+    return ldc.result_rows(run.rows)[labels]
 
 
 def test_learning_floor(tmp_path):
-    """After two tasks of the demo, prototypes moved by LDC beat those left alone and do not beat the oracle.
+    """After two tasks of the demo, LDC beats prototypes left alone and does not beat the oracle.
 
     Removing the compensation, COMPENSATORS["ldc"] = lambda p, drift: p, fails this test.
     """
-    run = open_run("--seed", "2", "--limit", "100", "--first-epochs", "12", "--epochs", "8", "--out-dir", str(tmp_path),
-                   "--compensators", "none", "ldc", "ldc-ridge", "oracle")
+    run = open_run("--seed", "2", "--limit", "100", "--first-epochs", "12", "--epochs", "8",
+                   "--out-dir", str(tmp_path), "--compensators", "none", "ldc", "ldc-ridge", "oracle")
     for _ in range(2):
-        run.learn_task()
-    first, second = ({name: row["accuracy"][t] for name, row in run.rows["1"].items()} for t in (0, 1))
+        learn_task(run)
+    rows = rows_of(run)
+    first, second = ({name: row["accuracy"][t] for name, row in rows.items()} for t in (0, 1))
     assert first["none"] > 70  # the backbone learns
+    assert second["pixels"] + 5 < second["none"]
     for name in ("ldc", "ldc-ridge"):
         assert second["none"] + 1.5 < second[name] < second["oracle"] + 1
-        row, left_alone = (sum(run.rows["1"][n]["oracle_distance"][1][:10]) for n in (name, "none"))
-        assert row < 0.8 * left_alone
+        moved, left_alone = (sum(rows[n]["oracle_distance"][1][:10]) for n in (name, "none"))
+        assert moved < 0.8 * left_alone
 
 
 def test_self_supervised_learning_floor(tmp_path):
-    """Barlow Twins makes better features than a random backbone; then CaSSLe's drift is what LDC undoes, label or no label.
+    """Barlow Twins beats a random backbone; then LDC undoes CaSSLe's drift, label or no label.
 
     Removing the compensation, or the views (two copies of each image), fails this test.
     """
-    run = open_run("--strategy", "cassle", "--seed", "2", "--limit", "100", "--first-epochs", "8", "--epochs", "5",
-                   "--out-dir", str(tmp_path), "--compensators", "none", "ldc", "oracle")
-    task, (images, labels) = run.stream.task(0), next(iter(run.stream.test(0)))
-    feats, test = (ldc.extract(run.strategy.features, x, task.clean) for x in (task.images, images))
-    random_backbone, _ = ldc.score(ldc.ncm(test, ldc.class_means(feats, task.labels, task.classes)), labels)
+    run = open_run("--strategy", "cassle", "--seed", "2", "--limit", "100", "--first-epochs", "8",
+                   "--epochs", "5", "--out-dir", str(tmp_path), "--compensators", "none", "ldc", "oracle")
+    task = run.stream.task(0)
+    images, labels = next(iter(run.stream.test(0)))
+    feats, test = (ldc.extract(run.strategy.snapshot(), x, task.clean) for x in (task.images, images))
+    prototypes = ldc.class_means(feats, task.labels, task.classes)
+    random_backbone = ldc.accuracy(ldc.ncm(test, prototypes), labels)
     for _ in range(2):
-        run.learn_task()
-    assert run.rows["1"]["none"]["accuracy"][0] > random_backbone + 10
-    for rows in (run.rows["0.25"], run.rows["1"]):
-        none, moved, oracle = (rows[name] for name in ("none", "ldc", "oracle"))
+        learn_task(run)
+    assert rows_of(run)["none"]["accuracy"][0] > random_backbone + 10
+    for labels in ("0.25", "1"):
+        none, moved, oracle = (rows_of(run, labels)[name] for name in ("none", "ldc", "oracle"))
         assert none["accuracy"][1] < moved["accuracy"][1] < oracle["accuracy"][1] + 1
-        assert sum(moved["oracle_distance"][1][:10]) < 0.5 * sum(none["oracle_distance"][1][:10])
+        distance = sum(moved["oracle_distance"][1][:10])
+        assert distance < 0.5 * sum(none["oracle_distance"][1][:10])
 
 
 def test_nncsl_forgets_without_a_buffer(tmp_path):
-    """Its own classifier, after two tasks: without a buffer every image goes to the last task's classes."""
-    with_buffer = open_run("--strategy", "nncsl", "--tasks", "10", "--limit", "60", "--label-fraction", "0.5", "--buffer-size", "100", "--batch-size",
-                           "32", "--first-epochs", "10", "--epochs", "6", "--warmup-epochs", "1", "--out-dir", str(tmp_path), "--compensators", "none")
-    with_buffer.learn_task()
+    """Its own classifier, after two tasks: without a buffer every image goes to the last task."""
+    with_buffer = open_run(
+        "--strategy", "nncsl", "--tasks", "10", "--limit", "60", "--label-fraction", "0.5",
+        "--buffer-size", "100", "--batch-size", "32", "--first-epochs", "10", "--epochs", "6",
+        "--warmup-epochs", "1", "--out-dir", str(tmp_path), "--compensators", "none")
+    learn_task(with_buffer)
     without = copy.deepcopy(with_buffer)
     without.strategy.settings.buffer_size = 0
     del without.strategy.memory["images"], without.strategy.memory["labels"]
     for run in (with_buffer, without):
-        run.learn_task()
-        (first,), (old, new) = run.rows["0.5"]["head"]["matrix"]
-        assert first > 30 and new > 30 and (old > 25 if run is with_buffer else old == 0)  # chance is 20, then 10
+        learn_task(run)
+        (first,), (old, new) = rows_of(run, "0.5")["head"]["matrix"]
+        assert first > 30 and new > 30  # chance is 20, then 10
+        assert old > 25 if run is with_buffer else old == 0
 
 
 def test_result_files(smoke):
     result = json.loads((smoke / "result.json").read_text())
-    assert result["finished"] and result["tasks_done"] == 3 and sorted(result["class_order"]) == list(range(50))
+    assert result["finished"] and result["tasks_done"] == 3
+    assert sorted(result["class_order"]) == list(range(50))
     rows = result["rows"]["1"]
-    assert set(ldc.COMPENSATORS) | {"ldc-ridge+lda", "oracle+lda"} == set(rows)
-    for row in rows.values():
-        assert [len(line) for line in row["matrix"]] == [1, 2, 3] and len(row["oracle_distance"][2]) == 50
+    assert set(ldc.COMPENSATORS) | {"ldc-ridge+lda", "oracle+lda", "pixels"} == set(rows)
+    for name, row in rows.items():
+        assert [len(line) for line in row["matrix"]] == [1, 2, 3]
+        assert name == "pixels" or len(row["oracle_distance"][2]) == 50
         sizes = result["task_sizes"]  # the demo has as many test images for every class
-        assert row["A_last"] == pytest.approx(sum(a * n for a, n in zip(row["matrix"][-1], sizes)) / sum(sizes))
+        weighted = sum(a * n for a, n in zip(row["matrix"][-1], sizes))
+        assert row["A_last"] == pytest.approx(weighted / sum(sizes))
     assert max(rows["oracle"]["oracle_distance"][-1]) == pytest.approx(0, abs=1e-6)
-    assert {"load", "augment", "step", "features", "compensate", "evaluate"} == set(result["seconds"])
-    assert result["torch"] == torch.__version__ and result["device"] == "cpu" and result["settings"]["lambda_kd"] == 10
+    assert {"load", "train", "features", "score"} == set(result["seconds"])
+    assert result["torch"] == torch.__version__ and result["device"] == "cpu"
+    assert result["settings"]["lambda_kd"] == 10 and result["amp"] is False
+    lines = (smoke / "result.json").read_text().splitlines()
+    assert len(lines) < 70  # a line for each key and row
     log = [json.loads(line) for line in (smoke / "log.jsonl").read_text().splitlines()]
-    assert log[0]["command"].startswith("python ldc.py --scale smoke") and log[-1]["accuracy"]["1"]["ldc"] == rows["ldc"]["A_last"]
-    checkpoint = torch.load(smoke / "checkpoint.pt", weights_only=True)
-    assert checkpoint["tasks_done"] == 3 and checkpoint["stores"]["1"]["ldc"]["means"].shape == (50, 64)
+    assert log[0]["command"].startswith("python ldc.py --scale smoke")
+    assert log[-1]["accuracy"]["1"]["ldc"] == rows["ldc"]["A_last"]
+    checkpoint = torch.load(smoke / "checkpoint-3.pt", weights_only=True)
+    kept = next(row for row in checkpoint["rows"] if row["name"] == "ldc")
+    assert checkpoint["tasks_done"] == 3 and kept["store"]["means"].shape == (50, 64)
+    assert [path.name for path in smoke.glob("checkpoint*")] == ["checkpoint-3.pt"]
+    content = (smoke / "checkpoint-3.pt").read_bytes()
+    assert result["sha256"] == hashlib.sha256(content).hexdigest()
+
+
+def test_pixels_are_the_nearest_mean_of_images(smoke):
+    """The floor of every table, beside a plain loop over the first task."""
+    stream = data.TaskStream(data.load("demo", limit=20), tasks=3, seed=0)
+    task = stream.task(0)
+    means = []
+    for c in task.classes:
+        means.append(F.normalize(task.clean(task.images[task.labels == c]).flatten(1).mean(0), dim=0))
+    images, labels = next(iter(stream.test(0)))
+    correct = 0
+    for x, label in zip(task.clean(images).flatten(1), labels):
+        correct += int(torch.stack([x @ mean for mean in means]).argmax() == label)
+    row = metrics(smoke)["rows"]["1"]["pixels"]
+    assert row["accuracy"][0] == pytest.approx(100 * correct / len(labels))
 
 
 def test_finished_run_is_skipped_and_prints_its_table(smoke, capsys):
     before = (smoke / "result.json").stat().st_mtime_ns
-    assert ldc.main([*SMOKE, "--out-dir", str(smoke.parents[3])]) == 0
+    assert ldc.main([*SMOKE, "--keep-features", "--out-dir", str(smoke.parents[3])]) == 0
     shown = capsys.readouterr()
     assert "is finished" in shown.err and (smoke / "result.json").stat().st_mtime_ns == before
-    names = [line.split()[0] for line in shown.out.splitlines() if line and line[0].isalpha()][1:]
-    assert names == ["none", "sdc", "sdc-unit", "ldc", "adc", "nme-20", "oracle", "ldc-eye", "ldc-ridge", "ldc-ridge+lda", "oracle+lda"]
+    names = [line.split()[1] for line in shown.out.splitlines() if line.startswith("| ")]
+    assert {"none", "sdc", "ldc", "adc", "oracle", "ldc-eye", "ldc-ridge", "pixels"} <= set(names)
 
 
 def test_several_seeds_give_mean_and_deviation(smoke, capsys):
     out = str(smoke.parents[3])
-    assert ldc.main([*SMOKE, "--out-dir", out, "--seed", "0", "1", "--compensators", *ldc.COMPENSATORS]) == 0
-    last = [json.loads((smoke.parent / f"seed{k}" / "result.json").read_text())["rows"]["1"]["ldc"]["A_last"] for k in (0, 1)]
-    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("ldc "))
-    assert f"{sum(last) / 2:.1f} ± {abs(last[0] - last[1]) / math.sqrt(2):.1f}" in line
+    flags = [*SMOKE, "--keep-features", "--out-dir", out, "--seed", "0", "1", "1"]
+    assert ldc.main([*flags, "--compensators", *ldc.COMPENSATORS]) == 0
+    last = []
+    for k in (0, 1):
+        last.append(metrics(smoke.parent / f"seed{k}")["rows"]["1"]["ldc"]["A_last"])
+    lines = capsys.readouterr().out.splitlines()
+    line = next(line for line in lines if line.startswith("| ldc "))
+    deviation = abs(last[0] - last[1]) / math.sqrt(2)
+    assert f"{sum(last) / 2:.1f} ± {deviation:.1f}" in line  # a seed given twice counts once
 
 
 def test_killed_runs_resume_to_the_same_result(smoke, tmp_path):
-    """SIGKILL at several moments; the same command then ends with the metrics of an undisturbed run."""
+    """SIGKILL at several moments; the same command then ends as an undisturbed run."""
     folder = tmp_path / "smoke" / "demo" / "lwf" / "seed0"
-    command = [sys.executable, str(HERE / "ldc.py"), *SMOKE, "--out-dir", str(tmp_path)]
+    flags = [*SMOKE, "--keep-features", "--out-dir", str(tmp_path)]
+    log = folder / "log.jsonl"
     for marks in (2, 4, 6):  # lines in the log: in the first task, the second, the third
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        log = folder / "log.jsonl"
+        process = subprocess.Popen([sys.executable, str(HERE / "ldc.py"), *flags],
+                                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         while process.poll() is None and (not log.exists() or log.read_text().count("\n") < marks):
             time.sleep(0.02)
         process.send_signal(signal.SIGKILL)
         process.wait()
-    done = run_command(*SMOKE, "--out-dir", tmp_path)
+    done = run_command(*flags)
     assert done.returncode == 0, done.stderr
     assert metrics(folder) == metrics(smoke)
+    assert not list(folder.glob("*.tmp"))
 
 
-def test_damaged_files_are_named_and_no_finished_task_is_lost(smoke, tmp_path, capsys):
-    out = tmp_path / "runs"
-    shutil.copytree(smoke.parents[3], out)
-    folder = out / "smoke" / "demo" / "lwf" / "seed0"
-    again = [*SMOKE, "--out-dir", str(out)]
+def test_crash_between_checkpoint_and_result_loses_nothing(smoke, tmp_path, monkeypatch):
+    """result.json names its checkpoint, so a kill between the two writes leaves the older pair."""
+    flags = [*SMOKE, "--keep-features", "--out-dir", str(tmp_path)]
+    folder = tmp_path / "smoke" / "demo" / "lwf" / "seed0"
+    write_json = ldc.write_json
 
-    text = (folder / "result.json").read_text()
-    (folder / "result.json").write_text(text.replace('"tasks_done": 3', '"tasks_done": 2'))  # one digit
-    assert ldc.main(again) == 0
-    assert "result.json is damaged" in capsys.readouterr().err and metrics(folder) == metrics(smoke)
+    def killed(path, content):
+        if path.name == "result.json" and content["tasks_done"] == 2:
+            raise KeyboardInterrupt
+        write_json(path, content)
 
-    (folder / "result.json").write_text(text[:1000])  # cut short, and the newest checkpoint with one byte changed
-    content = bytearray((folder / "checkpoint.pt").read_bytes())
-    content[len(content) // 2] ^= 1
-    (folder / "checkpoint.pt").write_bytes(content)
-    assert ldc.main(again) == 0
-    shown = capsys.readouterr().err
-    assert "result.json is damaged" in shown and "checkpoint.pt is damaged" in shown
-    assert "task 3/3" in shown and "task 2/3" not in shown  # only the last task was learnt again
+    monkeypatch.setattr(ldc, "write_json", killed)
+    assert ldc.main(flags) == 130
+    assert len(list(folder.glob("checkpoint-*.pt"))) == 2
+    monkeypatch.undo()
+    assert ldc.main(flags) == 0
     assert metrics(folder) == metrics(smoke)
+    assert [path.name for path in folder.glob("checkpoint-*.pt")] == ["checkpoint-3.pt"]
 
 
-def test_two_runs_in_one_folder(smoke, capsys):
-    with ldc.locked(smoke):
-        assert ldc.main([*SMOKE, "--out-dir", str(smoke.parents[3])]) == 2
+def unfinished(smoke, folder):
+    """A copy of the run whose last task is still to be learnt."""
+    shutil.copytree(smoke, folder)
+    result = json.loads((folder / "result.json").read_text())
+    ldc.write_json(folder / "result.json", {**result, "finished": False})
+    return [*SMOKE, "--keep-features", "--out-dir", str(folder.parents[3])]
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "missing"])
+def test_damaged_checkpoint_is_named_and_nothing_is_overwritten(smoke, tmp_path, capsys, damage):
+    folder = tmp_path / "smoke" / "demo" / "lwf" / "seed0"
+    flags = unfinished(smoke, folder)
+    path = folder / "checkpoint-3.pt"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content if damage == "flip" else content[:1000])
+    if damage == "missing":
+        path.unlink()
+    before = {file: file.read_bytes() for file in folder.iterdir()}
+    capsys.readouterr()
+    assert ldc.main(flags) == 2
+    shown = capsys.readouterr().err
+    assert "checkpoint-3.pt is" in shown and shown.count("\n") == 1
+    assert {file: file.read_bytes() for file in folder.iterdir()} == {**before, folder / "lock": b""}
+
+
+def test_two_runs_in_one_folder(smoke, tmp_path, capsys):
+    folder = tmp_path / "smoke" / "demo" / "lwf" / "seed0"
+    flags = unfinished(smoke, folder)
+    with ldc.locked(folder):
+        assert ldc.main(flags) == 2
     assert "Another run is at work" in capsys.readouterr().err
 
 
 def test_other_settings_need_another_folder(smoke, capsys):
     before = (smoke / "result.json").read_bytes()
-    assert ldc.main([*SMOKE, "--out-dir", str(smoke.parents[3]), "--lr", "0.123"]) == 2
+    flags = [*SMOKE, "--keep-features", "--out-dir", str(smoke.parents[3])]
+    assert ldc.main([*flags, "--lr", "0.123"]) == 2
     assert "holds a run with lr 0.05, but 0.123 was asked for" in capsys.readouterr().err
+    assert ldc.main([*flags, "--amp"]) == 2
+    assert "holds a run with amp False, but True was asked for" in capsys.readouterr().err
     assert (smoke / "result.json").read_bytes() == before
 
 
-def test_repeat_takes_every_setting_from_args_json(smoke, tmp_path, monkeypatch, capsys):
-    """A recorded run repeats to the last bit from its args.json, even where the presets have changed since."""
-    monkeypatch.setitem(strategies.PRESETS, "lwf", {"*": {**strategies.LWF, "lr": 0.5, "first_epochs": 400}})
-    assert ldc.main(["--repeat", str(smoke), "--out-dir", str(tmp_path)]) == 0
-    assert metrics(tmp_path / smoke.relative_to(smoke.parents[3])) == metrics(smoke)
-    assert f"Largest difference of an accuracy from {smoke}: 0.00 points." in capsys.readouterr().out
-
-    copied = tmp_path / "copied"
-    shutil.copytree(smoke, copied)
-    result = ldc.read_json(copied / "result.json")
-    result["rows"]["1"]["ldc"]["accuracy"][-1] += 3
-    ldc.write_json(copied / "result.json", result)
-    assert ldc.main(["--repeat", str(copied), "--out-dir", str(tmp_path)]) == 0
-    assert "3.00 points" in capsys.readouterr().out
-    assert ldc.main(["--repeat", str(smoke), "--out-dir", str(tmp_path), "--lr", "0.1"]) == 2
-    assert "leave out --lr" in capsys.readouterr().err
-    (copied / "args.json").write_text("{}")
-    assert ldc.main(["--repeat", str(copied)]) == 2 and ldc.main(["--repeat", str(tmp_path)]) == 2
-    shown = capsys.readouterr().err
-    assert "is damaged" in shown and "holds no finished run" in shown
+def test_strategies_share_their_first_task(smoke, tmp_path, capsys):
+    """Finetune takes LwF's first task from its file and ends as if it had learnt it by itself."""
+    flags = [*SMOKE, "--strategy", "finetune"]
+    assert ldc.main([*flags, "--out-dir", str(smoke.parents[3])]) == 0
+    assert "learnt by lwf" in capsys.readouterr().err
+    assert ldc.main([*flags, "--out-dir", str(tmp_path)]) == 0
+    folders = [out / "smoke" / "demo" / "finetune" / "seed0" for out in (smoke.parents[3], tmp_path)]
+    shared, alone = (json.loads((folder / "result.json").read_text()) for folder in folders)
+    assert shared["rows"] == alone["rows"] != metrics(smoke)["rows"]
+    assert shared["first_task_from"] == "lwf" and alone["first_task_from"] is None
+    lengths = [len((folder / "log.jsonl").read_text().splitlines()) for folder in folders]
+    assert lengths[0] < lengths[1]
 
 
-def test_strategies_share_their_first_task(smoke, tmp_path):
-    """Finetune takes LwF's first task from its file; a run that learns it by itself ends with the same numbers."""
-    assert ldc.main([*SMOKE, "--strategy", "finetune", "--out-dir", str(smoke.parents[3])]) == 0
-    assert ldc.main([*SMOKE, "--strategy", "finetune", "--out-dir", str(tmp_path)]) == 0
-    shared, alone = (out / "smoke" / "demo" / "finetune" / "seed0" for out in (smoke.parents[3], tmp_path))
-    assert metrics(shared) == metrics(alone)
-    epochs = [json.loads(line).get("epoch") for line in (shared / "log.jsonl").read_text().splitlines()]
-    assert len(epochs) < len((alone / "log.jsonl").read_text().splitlines())
-    assert metrics(shared)["rows"] != metrics(smoke)["rows"]
+def test_a_new_strategy_does_not_hand_lwf_its_first_task(smoke, tmp_path, monkeypatch):
+    """One that says nothing about first tasks shares none, whatever its settings."""
+    class Odd(strategies.LwF):
+        def loss(self, x, y):
+            return super().loss(x, y) * 0.1
+
+    monkeypatch.setitem(strategies.STRATEGIES, "odd", Odd)
+    flags = [*SMOKE, "--keep-features", "--out-dir", str(tmp_path)]
+    assert ldc.main([*flags, "--strategy", "odd", "--compensators", "none"]) == 0
+    assert ldc.main(flags) == 0
+    assert metrics(tmp_path / "smoke" / "demo" / "lwf" / "seed0") == metrics(smoke)
 
 
 def test_euclidean_metric_and_the_authors_way(tmp_path):
-    assert ldc.main([*SMOKE, "--out-dir", str(tmp_path), "--metric", "euclidean", "--ldc-passes", "2", "--compensators", "ldc"]) == 0
+    assert ldc.main([*SMOKE, "--out-dir", str(tmp_path), "--metric", "euclidean", "--ldc-passes", "2",
+                     "--compensators", "ldc"]) == 0
 
 
-def test_predict_classifies_with_the_saved_run(smoke, tmp_path, capsys):
+# --------------------------------------------------------------------------------------------------
+# Replay
+
+
+def test_replay_repeats_the_rows_of_the_run_that_kept_them(smoke, tmp_path, capsys):
+    folder = tmp_path / "lwf" / "seed0"
+    shutil.copytree(smoke, folder)
+    start = time.perf_counter()
+    assert ldc.main(["--replay", str(folder)]) == 0
+    assert time.perf_counter() - start < 30
+    replayed = json.loads((tmp_path / "lwf-replay" / "seed0" / "result.json").read_text())
+    rows = metrics(smoke)["rows"]["1"]
+    assert replayed["rows"]["1"] == {name: rows[name] for name in rows if name != "adc"}
+    assert replayed["replay_of"] == str(folder) and replayed["finished"]
+
+
+def test_replay_takes_other_rows_and_options(smoke, tmp_path, capsys, monkeypatch):
+    """A compensator of one's own is scored without training; options reach the rows they concern."""
+    folder = tmp_path / "lwf" / "seed0"
+    shutil.copytree(smoke, folder)
+    monkeypatch.setitem(ldc.COMPENSATORS, "half-way", lambda p, drift: p)
+    flags = ["--replay", str(folder), "--tag", "mine", "--ridge", "1e9"]
+    assert ldc.main([*flags, "--compensators", "half-way", "none", "ldc-ridge"]) == 0
+    assert "half-way" in capsys.readouterr().out
+    rows = metrics(tmp_path / "lwf-mine" / "seed0")["rows"]["1"]
+    assert rows["half-way"]["accuracy"] == rows["none"]["accuracy"]
+    assert rows["none"] == {**metrics(smoke)["rows"]["1"]["none"], "oracle_distance": []}
+    # an infinite pull towards the identity moves nothing
+    assert rows["ldc-ridge"]["accuracy"] == rows["none"]["accuracy"]
+
+
+@pytest.mark.parametrize("flags,words", [
+    (["--compensators", "adc"], "the row adc needs the networks"),
+    (["--ldc-passes", "9"], "kept 1 augmented passes"),
+])
+def test_replay_says_what_it_cannot_do(smoke, tmp_path, capsys, flags, words):
+    folder = tmp_path / "lwf" / "seed0"
+    shutil.copytree(smoke, folder)
+    assert ldc.main(["--replay", str(folder), *flags]) == 2
+    assert words in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["lwf"]
+    assert ldc.main(["--replay", str(tmp_path)]) == 2
+    assert "holds no kept run" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------------------------------
+# Using a run
+
+
+def save_images(folder, classes):
+    """One training image of each of these classes of the demo, as files."""
     from PIL import Image
     dataset = data.load("demo")
     paths = []
-    for c in (3, 17):
-        paths.append(str(tmp_path / f"{c}.png"))
+    for c in classes:
+        paths.append(folder / f"{c}.png")
         Image.fromarray(dataset.train_images(c)[0].permute(1, 2, 0).numpy()).save(paths[-1])
-    assert ldc.main(["--predict", *paths, "--run", str(smoke), "--device", "cpu"]) == 0
+    return paths
+
+
+def test_predict_classifies_with_the_saved_run(smoke, tmp_path, capsys):
+    paths = save_images(tmp_path, (3, 17))
+    assert ldc.main(["--predict", *map(str, paths), "--run", str(smoke), "--device", "cpu"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 and all(line.split(": ")[1].split(" (")[0] in dataset.class_names for line in lines)
+    names = data.load("demo").class_names
+    assert len(lines) == 2 and all(line.split(": ")[1].split(" (")[0] in names for line in lines)
+
+
+def test_classifier_takes_one_path_none_or_many(smoke, tmp_path):
+    paths = save_images(tmp_path, (3, 17))
+    dataset = data.load("demo")
     classifier = ldc.Classifier(smoke, row="oracle")
     images = torch.cat([dataset.clean(dataset.train_images(c)[:1]) for c in (3, 17)])
-    expected = ldc.ncm(classifier.model(images), classifier.prototypes)
-    assert [name for name, _ in classifier(paths)] == [classifier.names[c] for c in expected]
+    expected = [classifier.names[c] for c in ldc.ncm(classifier.model(images), classifier.prototypes)]
+    assert [name for name, _ in classifier(paths)] == expected
+    assert classifier(paths[0]) == classifier([str(paths[0])]) and classifier([]) == []
+    many = classifier(paths * 100)
+    assert [name for name, _ in many] == expected * 100
+    with pytest.raises(data.UserError, match="has no row cubic; it has none"):
+        ldc.Classifier(smoke, row="cubic")
+    recorded = next((HERE / "results").rglob("result.json")).parent
+    with pytest.raises(data.UserError, match="holds no trained run"):
+        ldc.Classifier(recorded)
 
 
 def test_own_images_and_own_backbone(tmp_path, capsys):
     """A stranger's folder of JPEGs of several sizes and a torchvision backbone, end to end."""
     from PIL import Image
     rng = np.random.default_rng(0)
+    colours = ((200, 30, 30), (30, 200, 30), (30, 30, 200), (200, 200, 30))
     for split, count in (("train", 6), ("test", 2)):
-        for c, colour in enumerate(((200, 30, 30), (30, 200, 30), (30, 30, 200), (200, 200, 30))):
+        for c, colour in enumerate(colours):
             folder = tmp_path / "mine" / split / f"kind{c}"
             folder.mkdir(parents=True)
             for i in range(count):
-                pixels = np.clip(rng.normal(colour, 30, (20 + 3 * i, 30, 3)), 0, 255).astype(np.uint8)
-                Image.fromarray(pixels).save(folder / f"{i}.jpg")
-    flags = ["--dataset", "folder", "--data-dir", str(tmp_path / "mine"), "--image-size", "32", "--tasks", "2", "--scale", "smoke",
-             "--backbone", "mobilenet_v3_small", "--out-dir", str(tmp_path / "runs"), "--device", "cpu"]
+                pixels = np.clip(rng.normal(colour, 30, (20 + 3 * i, 30, 3)), 0, 255)
+                Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{i}.jpg")
+    flags = ["--dataset", "folder", "--data-dir", str(tmp_path / "mine"), "--image-size", "32",
+             "--tasks", "2", "--scale", "smoke", "--backbone", "mobilenet_v3_small",
+             "--out-dir", str(tmp_path / "runs"), "--device", "cpu"]
     assert ldc.main(flags) == 0, capsys.readouterr().err
     run = tmp_path / "runs" / "smoke" / "folder" / "lwf" / "seed0"
     assert metrics(run)["finished"]
     capsys.readouterr()
-    assert ldc.main(["--predict", str(tmp_path / "mine" / "test" / "kind2" / "0.jpg"), "--run", str(run), "--device", "cpu"]) == 0
+    image = str(tmp_path / "mine" / "test" / "kind2" / "0.jpg")
+    assert ldc.main(["--predict", image, "--run", str(run), "--device", "cpu"]) == 0
     assert ": kind" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("flags,words", [
+# --------------------------------------------------------------------------------------------------
+# The command line
+
+NOWHERE = "no/such/folder"
+BAD_FLAGS = [
     (["--device", "cuda"], "--device cuda is not available"),
-    (["--dataset", "folder", "--data-dir", "nowhere"], "nowhere"),
+    (["--dataset", "folder", "--data-dir", NOWHERE], NOWHERE),
     (["--tasks", "77"], "50 classes cannot be split into 77 tasks"),
-    (["--strategy", "finetune", "--lambda-kd", "3"], "finetune has no setting --lambda-kd"),
+    (["--strategy", "finetune", "--lambda-kd", "3"], "no setting --lambda-kd"),
     (["--stem", "wide"], "--stem wide is unknown"),
     (["--backbone", "resnet1"], "not a torchvision classification model"),
     (["--projector", "cubic"], "--projector cubic is unknown"),
+    (["--metric", "manhattan"], "--metric manhattan is unknown"),
     (["--predict", "cat.png"], "--predict needs --run"),
-    (["--predict", "cat.png", "--run", "nowhere"], "nowhere holds no run"),
-])
+    (["--predict", "cat.png", "--run", NOWHERE], "holds no trained run"),
+    (["--replay", NOWHERE], "holds no kept run"),
+    (["--label-seeds", "1"], "--label-seeds is for strategies that learn without labels"),
+    (["--datset", "demo"], "unrecognized arguments: --datset"),
+    (["--strategy", "lfw"], "invalid choice: 'lfw'"),
+    (["--compensators", "cubic"], "invalid choice: 'cubic'"),
+    (["--epochs", "many"], "invalid int value: 'many'"),
+    (["--tag", "a/b"], "--tag a/b"),
+    (["--first-classes", "50"], "--first-classes 50"),
+    (["--image-size", "32"], "--image-size 32"),
+]
+BAD_NUMBERS = {  # kind of setting -> values out of range, and the flags of that kind
+    "0 to 4294967295": (["-1", "4294967296"], ["--seed", "--order-seed", "--label-seeds"]),
+    "at least 1": (["0", "-3"], [
+        "--tasks", "--first-classes", "--limit", "--image-size", "--workers", "--batch-size",
+        "--width", "--epochs", "--first-epochs", "--ldc-epochs", "--ldc-batch-size", "--adc-steps",
+        "--adc-images"]),
+    "at least 0": (["-1"], ["--ldc-passes", "--milestones"]),
+    "more than 0": (["0", "-1", "inf", "nan"], [
+        "--lr", "--first-lr", "--temperature", "--ldc-lr", "--sdc-sigma", "--adc-alpha"]),
+    "0 or more": (["-1", "inf", "nan"], ["--weight-decay", "--lambda-kd", "--ridge", "--lda-shrink"]),
+    "0 or more, below 1": (["-0.1", "1"], ["--momentum"]),
+}
+for expected, (values, names) in BAD_NUMBERS.items():
+    BAD_FLAGS += [([name, value], f"{name} ") for name in names for value in values]
+BAD_FLAGS += [(["--strategy", "pass", "--label-fraction", value], "more than 0, at most 1")
+              for value in ("0", "2", "-1", "nan")]
+BAD_FLAGS += [(["--strategy", "nncsl", "--buffer-size", "-1"], "--buffer-size -1"),
+              (["--strategy", "cassle", "--label-fractions", "0.5", "2"], "--label-fractions 2"),
+              (["--strategy", "fecam", "--tukey", "0"], "--tukey 0"),
+              (["--strategy", "efc", "--efc-sigma", "0"], "--efc-sigma 0")]
+
+
+@pytest.mark.parametrize("flags,words", BAD_FLAGS, ids=lambda value: " ".join(value)
+                         if isinstance(value, list) else "")
 def test_wrong_input_gets_one_sentence(flags, words, tmp_path, capsys, monkeypatch):
     if flags == ["--device", "cuda"] and torch.cuda.is_available():
         pytest.skip("CUDA is available here")
@@ -3539,11 +3819,60 @@ def test_wrong_input_gets_one_sentence(flags, words, tmp_path, capsys, monkeypat
     assert ldc.main(["--scale", "smoke", *flags]) == 2
     shown = capsys.readouterr().err
     assert words in shown and shown.count("\n") == 1 and "Traceback" not in shown
+    assert not list(tmp_path.iterdir())  # no folder was made
+
+
+def test_every_setting_has_a_range_and_its_preset_is_in_it():
+    for name in strategies.STRATEGIES:
+        for dataset in data.DATASETS:
+            for scale in strategies.SCALES:
+                for part in (strategies.resolve_settings(name, dataset, scale, {}),
+                             ldc.resolve_options(dataset, name, scale, {})):
+                    for setting, value in part.items():
+                        ldc.check_range(setting, value)
+
+
+@pytest.mark.parametrize("make", [
+    lambda out: out.write_text("a file"),
+    lambda out: (out / "smoke" / "demo").mkdir(parents=True) or (out / "smoke/demo/lwf").touch(),
+], ids=["file for folder", "file within"])
+def test_folders_that_cannot_be_written_get_one_sentence(tmp_path, capsys, make):
+    out = tmp_path / "out"
+    make(out)
+    assert ldc.main([*SMOKE, "--out-dir", str(out), "--compensators", "none"]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: ") and shown.count("\n") == 1
+
+
+def test_full_disk_is_one_sentence_and_leaves_no_temporary_file(tmp_path, capsys, monkeypatch):
+    def full(handle):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert ldc.main([*SMOKE, "--out-dir", str(tmp_path), "--compensators", "none"]) == 2
+    shown = capsys.readouterr().err
+    assert "No space left on device" in shown and shown.count("\n") == 1
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_without_git_the_commit_is_unknown(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert ldc.commit() is None
+
+
+@pytest.mark.parametrize("name", ["args.json", "result.json"])
+def test_json_that_holds_no_object_is_named(smoke, tmp_path, capsys, name):
+    folder = tmp_path / "smoke" / "demo" / "lwf" / "seed0"
+    flags = unfinished(smoke, folder)
+    (folder / name).write_text("[1, 2]")
+    assert ldc.main(flags) == 2
+    assert f"{name} is damaged" in capsys.readouterr().err
 
 
 def test_every_flag_is_used_and_help_is_offline():
-    done = run_command("--help", env={**os.environ, "http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"})
-    assert done.returncode == 0
+    offline = {**os.environ, "http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
+    done = run_command("--help", env=offline)
+    assert done.returncode == 0 and done.stdout.count("\n") < 120
     source = (HERE / "ldc.py").read_text() + (HERE / "strategies.py").read_text()
     for action in ldc.build_parser()._actions:
         assert action.help and ("--" + action.dest.replace("_", "-") in done.stdout)
@@ -3551,6 +3880,20 @@ def test_every_flag_is_used_and_help_is_offline():
         assert action.dest == "help" or uses >= 1, action.dest
     used = set(re.findall(r"(?:settings|s|options|o)\.([a-z_]+)", source))
     assert set(strategies.SETTINGS) <= used and set(ldc.OPTIONS) - {"projector"} <= used
+
+
+def test_adam_is_at_most_eight_calls_below_main(tmp_path, monkeypatch):
+    depths = []
+    step = torch.optim.Adam.step
+
+    def counted(self, *args, **kwargs):
+        depths.append(sum(Path(frame.filename).name == "ldc.py" for frame in traceback.extract_stack()))
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.optim.Adam, "step", counted)
+    flags = ["--scale", "smoke", "--tasks", "10", "--limit", "5", "--first-epochs", "1"]
+    assert ldc.main([*flags, "--out-dir", str(tmp_path), "--compensators", "ldc"]) == 0
+    assert depths and max(depths) <= 8
 
 
 # --------------------------------------------------------------------------------------------------

@@ -3428,7 +3428,7 @@ def test_learning_floor(tmp_path):
     rows = rows_of(run)
     first, second = ({name: row["accuracy"][t] for name, row in rows.items()} for t in (0, 1))
     assert first["none"] > 70  # the backbone learns
-    assert second["pixels"] + 5 < second["none"]
+    assert second["pixels"] < second["none"]
     for name in ("ldc", "ldc-ridge"):
         assert second["none"] + 1.5 < second[name] < second["oracle"] + 1
         moved, left_alone = (sum(rows[n]["oracle_distance"][1][:10]) for n in (name, "none"))
@@ -3440,7 +3440,7 @@ def test_self_supervised_learning_floor(tmp_path):
 
     Removing the compensation, or the views (two copies of each image), fails this test.
     """
-    run = open_run("--strategy", "cassle", "--seed", "2", "--limit", "100", "--first-epochs", "8",
+    run = open_run("--strategy", "cassle", "--seed", "2", "--limit", "100", "--first-epochs", "10",
                    "--epochs", "5", "--out-dir", str(tmp_path), "--compensators", "none", "ldc", "oracle")
     task = run.stream.task(0)
     images, labels = next(iter(run.stream.test(0)))
@@ -3470,7 +3470,7 @@ def test_nncsl_forgets_without_a_buffer(tmp_path):
     for run in (with_buffer, without):
         learn_task(run)
         (first,), (old, new) = rows_of(run, "0.5")["head"]["matrix"]
-        assert first > 30 and new > 30  # chance is 20, then 10
+        assert first > 45 and new > 20  # chance is 20, then 10
         assert old > 25 if run is with_buffer else old == 0
 
 
@@ -3878,7 +3878,7 @@ def test_every_flag_is_used_and_help_is_offline():
         assert action.help and ("--" + action.dest.replace("_", "-") in done.stdout)
         uses = len(re.findall(rf"\b{action.dest}\b", source)) - source.count(f'"{action.dest}": ')
         assert action.dest == "help" or uses >= 1, action.dest
-    used = set(re.findall(r"(?:settings|s|options|o)\.([a-z_]+)", source))
+    used = set(re.findall(r'(?:settings|s|options|o)(?:\.|, ")([a-z_]+)', source))
     assert set(strategies.SETTINGS) <= used and set(ldc.OPTIONS) - {"projector"} <= used
 
 

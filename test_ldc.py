@@ -3649,6 +3649,42 @@ def test_a_new_strategy_does_not_hand_lwf_its_first_task(smoke, tmp_path, monkey
     assert metrics(tmp_path / "smoke" / "demo" / "lwf" / "seed0") == metrics(smoke)
 
 
+def fill(folder, seed, classes=("a", "b", "c", "d")):
+    """A data folder of noise: the same class names and counts whatever the seed."""
+    rng = np.random.default_rng(seed)
+    for split, count in (("train", 4), ("test", 2)):
+        for name in classes:
+            (folder / split / name).mkdir(parents=True, exist_ok=True)
+            for i in range(count):
+                pixels = rng.integers(0, 256, (16, 16, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / split / name / f"{i}.png")
+
+
+def test_data_are_part_of_a_run(tmp_path, capsys):
+    """Two folders with equal class names: an interrupted run, a first task and a table stay apart."""
+    fill(tmp_path / "one", 0)
+    fill(tmp_path / "two", 1)
+    flags = ["--dataset", "folder", "--image-size", "16", "--tasks", "2", "--scale", "smoke",
+             "--compensators", "none", "--out-dir", str(tmp_path / "runs")]
+    one = [*flags, "--data-dir", str(tmp_path / "one")]
+    two = [*flags, "--data-dir", str(tmp_path / "two")]
+    assert ldc.main(one) == 0
+    folder = tmp_path / "runs" / "smoke" / "folder" / "lwf" / "seed0"
+    capsys.readouterr()
+    assert ldc.main(two) == 2  # the old table is not shown
+    assert "holds a run with data " in capsys.readouterr().err
+    result = json.loads((folder / "result.json").read_text())
+    ldc.write_json(folder / "result.json", {**result, "finished": False})
+    assert ldc.main(two) == 2  # nor is the run continued
+    assert ldc.main([*two, "--strategy", "finetune"]) == 0  # nor is the first task taken over
+    assert "taken from" not in capsys.readouterr().err
+    assert ldc.main([*one, "--strategy", "fecam", "--tukey", "1"]) == 0
+    assert "taken from" in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "one" / "train" / "d")
+    shutil.rmtree(tmp_path / "one" / "test" / "d")
+    assert ldc.main(one) == 2  # a class is gone
+
+
 def test_euclidean_metric_and_the_authors_way(tmp_path):
     assert ldc.main([*SMOKE, "--out-dir", str(tmp_path), "--metric", "euclidean", "--ldc-passes", "2",
                      "--compensators", "ldc"]) == 0
@@ -3705,7 +3741,6 @@ def test_replay_says_what_it_cannot_do(smoke, tmp_path, capsys, flags, words):
 
 def save_images(folder, classes):
     """One training image of each of these classes of the demo, as files."""
-    from PIL import Image
     dataset = data.load("demo")
     paths = []
     for c in classes:
@@ -3741,7 +3776,6 @@ def test_classifier_takes_one_path_none_or_many(smoke, tmp_path):
 
 def test_own_images_and_own_backbone(tmp_path, capsys):
     """A stranger's folder of JPEGs of several sizes and a torchvision backbone, end to end."""
-    from PIL import Image
     rng = np.random.default_rng(0)
     colours = ((200, 30, 30), (30, 200, 30), (30, 30, 200), (200, 200, 30))
     for split, count in (("train", 6), ("test", 2)):

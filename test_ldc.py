@@ -2553,9 +2553,14 @@ def test_efc_rates_of_imagenet100():
     settings = strategies.resolve_settings("efc", "imagenet100", "paper", {"width": 2})
     strategy = strategies.EFC(settings, 32)
     strategy.start(SimpleNamespace(index=0, classes=range(3)))
-    assert isinstance(strategy.optimizer(SimpleNamespace(index=0))[0], torch.optim.SGD)
-    groups = strategy.optimizer(SimpleNamespace(index=1))[0].param_groups
-    assert [group["lr"] for group in groups] == [1e-5, pytest.approx(1e-4)]
+    optimizer, scheduler = strategy.optimizer(SimpleNamespace(index=0))
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1]
+    assert sorted(scheduler.milestones) == [80, 120, 150]
+    strategy.memory = {"E": None}
+    optimizer, scheduler = strategy.optimizer(SimpleNamespace(index=1))
+    assert isinstance(optimizer, torch.optim.Adam) and not scheduler.milestones
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-5, pytest.approx(1e-4)]
 
 
 # --------------------------------------------------------------------------------------------------

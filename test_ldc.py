@@ -1958,8 +1958,9 @@ def test_files_that_do_not_fit_are_refused(jax_arrays, tmp_path, change, words):
     b"", b"PK\x03\x04 cut short", b"\x80\x02 no pickle", b"<html>not found</html>"])
 def test_damaged_weight_files_get_one_sentence(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(data.UserError, match="holds no weights of this backbone"):
+    with pytest.raises(data.UserError, match="holds no weights of this backbone") as raised:
         strategies.load_weights(tiny_vit(), tmp_path / name)
+    assert "\n" not in str(raised.value)
 
 
 def test_weights_are_found_or_downloaded_or_asked_for(tmp_path, monkeypatch):
@@ -1984,6 +1985,8 @@ def test_weights_are_found_or_downloaded_or_asked_for(tmp_path, monkeypatch):
             find(**changes)
     with pytest.raises(data.UserError, match="--final-norm new is unknown"):
         find(final_norm="new")
+    with pytest.raises(data.UserError, match="--backbone resnet19 is not a torchvision"):
+        find(backbone="resnet19", weights="torchvision")
 
 
 def test_torchvisions_weights_by_its_own_list(tmp_path, monkeypatch):

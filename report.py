@@ -79,8 +79,8 @@ CaSSLe+LDC: cassle ldc | 35.0±0.2  | 21.1±0.01 | 32.9±0.03 | 33.9±0.02   | 3
 """
 NOTES = {
     "table1": "LwF+NCM is our row none. The paper took EFC's values from EFC's own paper.",
-    "table3": "NCM and naive are our row none. NNCSL (500) equals the NNCSL paper's own values. \"bn "
-              "leak\": all classes pass through batch-norm, as in CaSSLe's and PFR's published code.",
+    "table3": "NCM and naive are our row none. NNCSL (500) has the NNCSL paper's own values. \"bn "
+              "leak\": all classes pass batch-norm, as in CaSSLe's and PFR's published code.",
     "table6": "The paper's N=5 (21.1) lies below its 27.0 with 0.8 % of the labels, which is four "
               "images per class, so \"N labelled images\", as here, cannot be its protocol.",
 }
@@ -148,8 +148,9 @@ def load(folder):
         else:
             print(f"{path} is no result of ldc.py and is left out.", file=sys.stderr)
     place = {name: i for i, name in enumerate(DATASETS + STRATEGIES)}
-    return sorted(runs, key=lambda run: (place.get(run["dataset"], 99), place.get(run["strategy"], 99),
-                                         -run["settings"].get("width", 0), describe(run), run["seed"]))
+    return sorted(runs, key=lambda run: (
+        place.get(run["dataset"], 99), place.get(run["strategy"], 99),
+        -run["settings"].get("width", 0), describe(run), run["seed"]))
 
 
 def changes(run):
@@ -165,11 +166,11 @@ def changes(run):
 
 
 def describe(run):
-    """Words such as "width 64, 20 + 8 epochs"; none for the preset at the paper's scale."""
-    settings, changed, words = run["settings"], changes(run), []
+    """Words such as "small scale, width 64, 20 + 8 epochs"."""
+    settings, changed, words = run["settings"], changes(run), [f"{run['scale']} scale"]
     if run["scale"] != "paper" or changed.keys() & set(SIZE):
         epochs = [str(settings[name]) for name in SIZE[1:3] if name in settings]
-        words = [f"width {settings.get('width')}", f"{' + '.join(epochs)} epochs"]
+        words += [f"width {settings.get('width')}", f"{' + '.join(epochs)} epochs"]
     for name in (name for name in changed if name not in SIZE):
         value = "" if changed[name] is True else f" {changed[name]}"
         words.append(name.replace("_", " ") + value)
@@ -335,8 +336,8 @@ def runs_table(runs):
     for name, part in folders.items():
         line = [name, " ".join(str(run["seed"]) for run in part)]
         for fact in ("commit", "cpu", "threads"):
-            facts = [str(run.get(fact) or run.get("device")) for run in part]
-            line.append(join(*dict.fromkeys(f[:7] if fact == "commit" else f for f in facts)))
+            facts = [run.get(fact) or (run.get("device") if fact == "cpu" else "?") for run in part]
+            line.append(join(*dict.fromkeys(str(f)[:7 if fact == "commit" else None] for f in facts)))
         minutes = statistics.mean(sum(run.get("seconds", {}).values()) / 60 for run in part)
         lines.append([*line, f"{minutes:.0f}"])
     return markdown(["", "seeds", "commit", "processor", "threads", "minutes per seed"], lines)
@@ -357,7 +358,7 @@ def run_table(results):
         header = ["", *metrics, "paper A_last / A_inc"]
         end = len(header) - (not any(line[-1] for line in lines))  # nothing of the paper's
         seeds = len(values_of(part, "seed"))
-        text += [f"{heading}: accuracy in % over all classes seen, {seeds} seed{'s' * (seeds > 1)}", ""]
+        text += [f"{heading}: accuracy in % over all classes seen, seeds: {seeds}", ""]
         text += markdown(header[:end], [line[:end] for line in lines])
     return "\n".join(text)
 
@@ -380,22 +381,24 @@ def paper_values(record, row):
 
 def chosen(records, dataset, strategy):
     """The records that a figure shows: the widest network with the paper's protocol."""
-    found = [r for r in select(records, dataset=dataset, strategy=strategy) if follows_paper(r["run"])]
+    found = select(records, dataset=dataset, strategy=strategy)
+    found = [r for r in found if follows_paper(r["run"])]
     return select(found, what=found[0]["what"]) if found else []
 
 
 def point(panel, series, x, values):
     """One point of a figure: mean and deviation over seeds."""
-    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
-    return {"panel": panel, "series": series, "x": round(x, 4), "y": round(statistics.mean(values), 4),
+    mean, deviation = statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+    return {"panel": panel, "series": series, "x": round(x, 4), "y": round(mean, 4),
             "deviation": round(deviation, 4), "seeds": len(values)}
 
 
 def drift_points(records):
     """Accuracy on the first tasks while all are learnt: LwF, and CaSSLe with 25 % of the labels."""
     ways = {"no compensation": "none", "LDC": "ldc", "oracle": "oracle", "joint training": "oracle"}
-    for panel, strategy, labels, joint in (("LwF", "lwf", "1", "joint"),
-                                           ("CaSSLe with 25 % labelled", "cassle", "0.25", "joint-ssl")):
+    panels = {"LwF": ("lwf", "1", "joint"),
+              "CaSSLe with 25 % labelled": ("cassle", "0.25", "joint-ssl")}
+    for panel, (strategy, labels, joint) in panels.items():
         for first in ("2", "3"):
             for way, row in ways.items():
                 source, share = (joint, "1") if way == "joint training" else (strategy, labels)
@@ -477,7 +480,7 @@ def draw(plt, points, xlabel, ylabel, width, height, columns):
         for i, series in enumerate(values_of(select(points, panel=panel), "series")):
             curve = select(points, panel=panel, series=series)
             x, y, bars = ([p[key] for p in curve] for key in ("x", "y", "deviation"))
-            form, colour, size = next(style for end, style in STYLES.items() if series.endswith(end))
+            form, colour, size = STYLES[next(end for end in STYLES if series.endswith(end))]
             colour = BLUE if "1-3" in series else colour
             aside = 0.08 * i - 0.2 if any(bars) and "tasks" in series else 0  # bars side by side
             handles[series] = axis.errorbar(
@@ -486,9 +489,10 @@ def draw(plt, points, xlabel, ylabel, width, height, columns):
                 markersize=size, markeredgewidth=1.5, elinewidth=0.6, capsize=2)
             if ylabel == "density":
                 axis.fill_between(x, y, color=colour, alpha=0.2)
-        axis.set(title=panel, xlabel=xlabel, ylabel=ylabel, xscale="log" if "stored" in xlabel else "linear")
+        axis.set(title=panel, xlabel=xlabel, ylabel=ylabel)
         axis.grid(alpha=0.3)
         if "stored" in xlabel:
+            axis.set_xscale("log")
             axis.set_xticks(x, x)
             axis.minorticks_off()
         if not xlabel:
@@ -498,8 +502,8 @@ def draw(plt, points, xlabel, ylabel, width, height, columns):
 
 
 FIGURES = {  # name -> (points, labels of the axes, size of a panel, columns of the legend, caption)
-    "fig-toy": (toy_points, "", "", 3.6, 3.9, 7, "Where the mean of class C1 goes, estimated from the "
-                "new task's images: SDC finds a translation, LDC (with a bias) also the rotation"),
+    "fig-toy": (toy_points, "", "", 3.6, 3.9, 7, "Where the mean of class C1 goes, estimated from "
+                "the new task's images: SDC finds a translation, LDC (with a bias) rotation too"),
     "fig-drift": (drift_points, "tasks learnt", "accuracy in %", 4.5, 4.6, 2,
                   "Accuracy on the first tasks while all are learnt, CIFAR-100"),
     "fig-nme": (nme_points, "stored images per class", "A_last in %", 4.0, 3.8, 3,
@@ -539,8 +543,8 @@ def make_figure(name, records, folder):
 
 REMARKS = {
     "paper": "Every setting as the paper has it.",
-    "small": "Real data, but a narrower network or shorter schedules than the paper's: only rows on the "
-             "same backbone can be compared. The paper's values are there for orientation.",
+    "small": "Real data, but a narrower network or shorter schedules than the paper's: only rows "
+             "on one backbone can be compared. The paper's values are there for orientation.",
     "demo": "Generated images, no data set of the paper.",
     "smoke": "A test that everything runs, on a few generated images: the numbers mean nothing.",
 }
@@ -560,42 +564,37 @@ def section(scale, runs, only, folder):
             text += [f"**{caption}.**", "", *table, *([NOTES[name], ""] if name in NOTES else [])]
         elif name in only and fitting:
             empty.append(caption[:7])
-    if empty:
-        text += [f"Not run at this scale: {', '.join(empty)}.", ""]
-    if others:
-        names = "; ".join(experiments(others))
-        text += [f"Not the paper's protocol, so not in its tables: {names}.", ""]
+    for words, names in (("Not run at this scale", empty), ("Unfinished", unfinished(runs)),
+                         ("Not the paper's protocol, so not in its tables", experiments(others))):
+        text += [f"{words}: {'; '.join(names)}.", ""] if names else []
     if records:
         text += ["**All rows, A_last.**", "", *row_table(records, average),
-                 "**Share of the gap closed, (row - none) / (oracle - none), in %.** The oracle has "
-                 "all labels.", "", *row_table(records, gap_closed, COMPENSATORS)]
+                 "**Share of the gap closed, (row - none) / (oracle - none), in %.** The oracle "
+                 "has all labels.", "", *row_table(records, gap_closed, COMPENSATORS)]
     for name in (name for name in FIGURES if name in only and (fitting or only == [name])):
         failed[name] = make_figure(name, records, folder / scale / "figures")
         place = f"{scale}/figures/{name}"
         shown = f"Numbers: [CSV]({place}.csv).\n\n![{name}]({place}.png)"
         why = failed[name] and f"Not drawn: {failed[name]}."
         text += [f"**{name}.** {FIGURES[name][-1]}. {why or shown}", ""]
-    text += ["**What was run.**", "", *runs_table(runs)] if records else []
-    unfinished = [f"{run['dataset']} {run['folder']} seed {run['seed']}, {run['tasks_done']} of "
-                  f"{run['tasks']} tasks" for run in runs if not run["finished"]]
-    return text + ([f"Unfinished: {'; '.join(unfinished)}.", ""] if unfinished else []), failed
+    return text + (["**What was run.**", "", *runs_table(runs)] if records else []), failed
+
+
+def unfinished(runs):
+    return [f"{run['dataset']} {run['folder']} seed {run['seed']}, {run['tasks_done']} of "
+            f"{run['tasks']} tasks" for run in runs if not run["finished"]]
 
 
 def short_table(runs):
     """README.md's table: LwF on CIFAR-100, the paper's row first, ours below."""
     rows = {"none": "no compensation", "sdc": "SDC", "ldc": "LDC", "oracle": "oracle"}
+    paper = {words["row"]: value for *_, words, value in TABLES["table1"][2]
+             if words == words_of("cifar100 lwf", words["row"])}
+    cells = [("", row, words_of("cifar100 lwf", row), paper.get(row, "")) for row in rows]
     real = [run for run in runs if follows_paper(run) and not run.get("generated")]
-    cells = {words["row"]: ("", words["row"], words, value) for *_, words, value in TABLES["table1"][2]
-             if words == words_of(f"cifar100 lwf {words['row']}")}
-    cells["oracle"] = "", "oracle", words_of("cifar100 lwf oracle"), ""
-    lines = {}
-    for scale in REMARKS:
-        records = records_of([run for run in real if run["scale"] == scale])
-        for name, values in fill([cells[row] for row in rows], records)[""].items():
-            name = name.replace("ours", f"ours, scale {scale}")
-            lines[name] = [name, *(values.get(row, "") for row in rows)]
-    header = ["CIFAR-100, 10 tasks, LwF: A_last in %", *rows.values()]
-    return "\n".join(markdown(header, list(lines.values())))
+    table = fill(cells, records_of(real))[""]
+    lines = [[name, *(values.get(row, "") for row in rows)] for name, values in table.items()]
+    return "\n".join(markdown(["CIFAR-100, 10 tasks, LwF: A_last in %", *rows.values()], lines))
 
 
 def refresh(path, text):
@@ -606,30 +605,32 @@ def refresh(path, text):
     if not end:
         raise OSError(f"{path} has no place for tables: expected {BEGIN} and {END} in it.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"{before}{begin}\n{text.strip()}\n{end}{after}", encoding="utf-8", newline="\n")
+    text = f"{before}{begin}\n{text.strip()}\n{end}{after}"
+    path.write_text(text, encoding="utf-8", newline="\n")
 
 
 def main(argv=None):
     """The command line; returns 1 where a figure could not be drawn, 2 for wrong input."""
     parser = argparse.ArgumentParser(prog="report.py", description=__doc__.split("\n")[0])
-    parser.add_argument("folder", type=Path, help="runs or results; <folder>/README.md is written, "
-                        "and for results/ the table in the README.md beside it")
+    parser.add_argument("folder", type=Path, help="runs or results; its README.md is written, and "
+                        "for results/ the table in the README.md beside it")
     parser.add_argument("--scale", choices=REMARKS, help="only this scale (default: all)")
     names = [*TABLES, *FIGURES]
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME",
-                        help=f"only these tables and figures, of {' '.join(names)}")
+                        help=f"only these, of {' '.join(names)} (default: all)")
     args = parser.parse_args(argv)
     text, failed = [], {}
     try:
         runs = load(args.folder)
-        scales = [s for s in REMARKS if s in (args.scale, *(run["scale"] for run in runs))]
-        for scale in scales if args.scale is None else [args.scale]:
-            part, drawn = section(scale, [r for r in runs if r["scale"] == scale], args.only, args.folder)
-            text += part
-            failed.update(drawn)
-        if not scales or (args.scale and "**" not in "".join(text)):
-            raise OSError(f"{args.folder} holds no runs{f' at scale {args.scale}' * bool(args.scale)}: "
-                          "expected <scale>/<data set>/<strategy>/seed<k>/result.json there.")
+        found = {run["scale"] for run in runs}
+        for scale in [args.scale] if args.scale else [s for s in REMARKS if s in found]:
+            part = [run for run in runs if run["scale"] == scale]
+            lines, drawn = section(scale, part, args.only, args.folder)
+            text += lines if part or drawn else []
+            failed.update({name: why for name, why in drawn.items() if why not in ("", "not run")})
+        if not text:
+            raise OSError(f"{args.folder} holds no runs at {args.scale or 'any'} scale: expected "
+                          "<scale>/<data set>/<strategy>/seed<k>/result.json there.")
         refresh(args.folder / "README.md", "\n".join(text))
         if args.folder.resolve().name == "results" and not args.scale:
             refresh(args.folder.resolve().parent / "README.md", short_table(runs))
@@ -637,7 +638,6 @@ def main(argv=None):
         print(f"error: {error}", file=sys.stderr)
         return 2
     print("\n".join(text))
-    failed = {name: why for name, why in failed.items() if why not in ("", "not run")}
     for name, why in failed.items():
         print(f"{name} is not drawn: {why}.", file=sys.stderr)
     return 1 if failed else 0

@@ -815,8 +815,10 @@ def test_fingerprint_is_that_of_the_images(tmp_path):
     assert fingerprint(copy, limit=1) == first
     assert fingerprint(make_tree(tmp_path / "c", seed=7)) != first  # other images, equal names
     assert fingerprint(make_tree(tmp_path / "d", ("ant", "bee", "dog"))) != first
-    save(copy / "test" / "cat" / "0.png", 3)
-    assert fingerprint(copy) != first
+    for split in ("train", "test"):  # one image of either split
+        other = make_tree(tmp_path / split)
+        save(other / split / "cat" / "0.png", 3)
+        assert fingerprint(other) != first
     train = tmp_path / "a" / "train"
     (train / "bee" / "0.png").rename(train / "ant" / "9.png")
     assert fingerprint(tmp_path / "a") != first  # the same pixels in the same order, other counts

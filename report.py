@@ -179,7 +179,10 @@ def describe(run):
 
 def follows_paper(run):
     """Ten tasks of all classes, preset settings; below the paper's scale the size may differ."""
-    fitting = {"bn_leak"} if run["scale"] == "paper" else {"bn_leak", *SIZE}
+    sizes = {"paper": (), "smoke": (*SIZE, "limit", "weights")}
+    fitting = {"bn_leak", *sizes.get(run["scale"], SIZE)}
+    if run["dataset"] == "cars" and run["settings"].get("weights") != "none":
+        fitting.add("weights")  # a file instead of a download
     return run["dataset"] in DATASETS and changes(run).keys() <= fitting
 
 
@@ -337,7 +340,8 @@ def runs_table(runs):
         line = [name, " ".join(str(run["seed"]) for run in part)]
         for fact in ("commit", "cpu", "threads"):
             facts = [run.get(fact) or (run.get("device") if fact == "cpu" else "?") for run in part]
-            line.append(join(*dict.fromkeys(str(f)[:7 if fact == "commit" else None] for f in facts)))
+            end = 7 if fact == "commit" else None
+            line.append(join(*dict.fromkeys(str(value)[:end] for value in facts)))
         minutes = statistics.mean(sum(run.get("seconds", {}).values()) / 60 for run in part)
         lines.append([*line, f"{minutes:.0f}"])
     return markdown(["", "seeds", "commit", "processor", "threads", "minutes per seed"], lines)

@@ -4200,8 +4200,9 @@ def table_of(text, caption):
     return cells
 
 
-def report_of(folder, *flags):
-    assert report.main([str(folder), *flags]) == 0
+def report_of(folder, *only):
+    """The report with these tables and figures; without any, all tables and no figure."""
+    assert report.main([str(folder), "--only", *(only or report.TABLES)]) == 0
     return (folder / "README.md").read_text(encoding="utf-8")
 
 
@@ -4266,7 +4267,7 @@ def test_wider_networks_come_first_and_say_what_they_are(tmp_path):
     fake_run(folder / "lwf" / "seed0", 0, scale="small", settings=narrow, rows=rows)
     fake_run(folder / "lwf-w64" / "seed1", 1, scale="small", settings=wide, rows={**rows, "ldc": 29.0},
              flags="--width 64 --first-epochs 20 --epochs 8 --tag w64")
-    text = report_of(tmp_path)
+    text = report_of(tmp_path, "table1", "fig-nme")
     lines = [name for name in table_of(text, "Table 1") if "LwF+LDC" in name]
     assert lines == ["LwF+LDC, paper", "LwF+LDC, ours, small scale, width 64, 20 + 8 epochs",
                      "LwF+LDC, ours, small scale, width 16, 50 + 15 epochs"]
@@ -4274,6 +4275,20 @@ def test_wider_networks_come_first_and_say_what_they_are(tmp_path):
     short = report.short_table(report.load(tmp_path)).splitlines()
     assert [line.split("|")[1].strip() for line in short[2:4]] == [
         "paper", "ours, small scale, width 64, 20 + 8 epochs"]
+
+
+@pytest.mark.parametrize("scale, weights, more, shown", [
+    ("paper", "w.npz", {}, True), ("paper", "none", {}, False),
+    ("smoke", "none", {"generated": True, "limit": 5}, True)])
+def test_table_2_takes_a_file_of_weights_and_the_smoke_test(scale, weights, more, shown, tmp_path):
+    fake_run(tmp_path / scale / "cars" / "finetune" / "seed0", 0, dataset="cars", strategy="finetune",
+             scale=scale, flags=f"--weights {weights} --limit 5" if more else f"--weights {weights}",
+             settings={"weights": weights}, rows={"none": 50.0, "sdc": 51.0, "ldc": 60.0}, **more)
+    text = report_of(tmp_path)
+    assert ("**Table 2" in text) == shown and ("62.9" in text) == (scale == "paper" and shown)
+    if shown:
+        ours = [cells for name, cells in table_of(text, "Table 2").items() if "FT+LDC, ours" in name]
+        assert ours[0][-1] == "60.0 (1)"
 
 
 def test_the_batch_norm_leak_has_a_line_of_its_own_in_the_papers_tables(tmp_path):
@@ -4318,7 +4333,7 @@ def test_figures_are_drawn_from_the_points_in_their_csv_files(fakes):
         fake_run(folder / "lwf" / f"seed{seed}", seed, rows=rows)
     fake_run(fakes / "paper" / "tinyimagenet" / "lwf" / "seed0", 0, dataset="tinyimagenet",
              rows={"nme-5": 42.0, "nme-20": 43.0})  # no ldc
-    report_of(fakes)
+    report_of(fakes, *report.FIGURES)
     figures = fakes / "paper" / "figures"
     for name in report.FIGURES:
         assert (figures / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
@@ -4348,13 +4363,13 @@ def test_figures_are_drawn_from_the_points_in_their_csv_files(fakes):
 
 
 def test_a_figure_is_drawn_again_only_when_its_points_change(fakes):
-    report_of(fakes, "--only", "fig-nme")
+    report_of(fakes, "fig-nme")
     picture = fakes / "paper" / "figures" / "fig-nme.png"
     picture.write_bytes(b"by another matplotlib")
-    report_of(fakes, "--only", "fig-nme")
+    report_of(fakes, "fig-nme")
     assert picture.read_bytes() == b"by another matplotlib"
     fake_run(fakes / "paper" / "cifar100" / "lwf" / "seed0", 0, rows={"ldc": 1.0, "nme-1": 2.0})
-    report_of(fakes, "--only", "fig-nme")
+    report_of(fakes, "fig-nme")
     assert picture.read_bytes()[:4] == b"\x89PNG"
 
 
@@ -4386,9 +4401,11 @@ def test_report_says_in_one_sentence_what_is_wrong(args, words, fakes, capsys):
 
 def test_a_single_task_can_be_reported(tmp_path):
     rows = {"none": 50.0, "sdc": 50.0, "ldc": 50.0, "oracle": 50.0, "nme-5": 50.0}
-    fake_run(tmp_path / "paper" / "cifar100" / "lwf" / "seed0", 0, tasks=1, flags="--tasks 1", rows=rows)
+    folder = tmp_path / "paper" / "cifar100" / "lwf" / "seed0"
+    result = fake_run(folder, 0, tasks=1, flags="--tasks 1", rows=rows)
     text = report_of(tmp_path)
     assert table_of(text, "All rows")["cifar100 lwf, paper scale, tasks 1 (1)"][0] == "50.0"
+    assert "| none   | 50.0 |   50.0 |  60.0 |" in report.run_table([result])
 
 
 def recorded_folders():

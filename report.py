@@ -260,8 +260,9 @@ def fill(cells, records):
             if numbers:
                 text = f"{spread(numbers.values())} ({len(numbers)})"
                 whose.setdefault(join("ours", what), {})[column] = text
-                if "generated images" in what:
-                    whose["paper"] = {}
+    for whose in table.values():
+        if any("generated images" in name for name in whose):
+            whose["paper"] = {}
     return table
 
 
@@ -273,8 +274,9 @@ def paper_table(columns, cells, records):
     shown = [column for column in columns if column in used]
     lines = []
     for line in (line for line in table if run[line]):
-        for name, values in table[line].items():
-            lines.append([line * (name == "paper"), name, *(values.get(c, "") for c in shown)])
+        filled = [(name, values) for name, values in table[line].items() if values]
+        for i, (name, values) in enumerate(filled):
+            lines.append(["" if i else line, name, *(values.get(c, "") for c in shown)])
     missing = [c for c in columns if c not in used] + [line for line in table if not run[line]]
     text = [*markdown(["", "", *shown], lines, left=2), f"Not run: {', '.join(missing)}.", ""]
     return text[:None if missing else -2] if lines else []

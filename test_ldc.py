@@ -1555,13 +1555,16 @@ def short_tasks(count, per_class=8):
     stream = data.TaskStream(data.load("demo"), tasks=10)
     for t in range(count):
         task = stream.task(t)
-        yield task.subset(torch.cat([(task.labels == c).nonzero()[:per_class, 0] for c in task.classes]))
+        few = [(task.labels == c).nonzero()[:per_class, 0] for c in task.classes]
+        yield task.subset(torch.cat(few))
 
 
 def first_tasks(count=2):
-    """The first tasks of the demo with a quarter of their images: enough for what does not depend on accuracy."""
+    """The first tasks of the demo with a quarter of their images: enough where accuracy is not
+    looked at."""
     stream = data.TaskStream(data.load("demo", limit=40), tasks=15)
-    return [task.subset(torch.arange(0, len(task), 4)) for task in (stream.task(t) for t in range(count))]
+    tasks = [stream.task(t) for t in range(count)]
+    return [task.subset(torch.arange(0, len(task), 4)) for task in tasks]
 
 
 def one_batch(strategy, task):
@@ -1633,7 +1636,7 @@ def test_snapshot_is_out_of_reach_of_later_training():
 
 
 def resumes_exactly(make, path):
-    """Whether a strategy built anew from its checkpoint before every task ends as one that was not."""
+    """Whether a strategy built anew from a checkpoint before each task ends as one that was not."""
     strategy, restored = make(), make()
     for task in short_tasks(3):
         strategy.learn(task)
@@ -1764,11 +1767,12 @@ def test_resnet18_has_the_authors_stems_and_any_width(stem, side):
     feats = net(torch.rand(2, 3, 8, 8))
     assert feats.shape == (2, 48) == (2, net.dim) and (feats >= 0).all() and seen == [side]
     paper = strategies.ResNet18(64, "cifar")
-    assert sum(p.numel() for p in paper.parameters()) == 11_168_832  # torchvision's ResNet-18 without fc, 3x3 stem
+    # torchvision's ResNet-18 without fc, with a 3x3 stem
+    assert sum(p.numel() for p in paper.parameters()) == 11_168_832
 
 
 def test_narrow_networks_do_not_crash_on_a_cpu():
-    """Forward and backward at width 8 and 64 pixels; in channels-last oneDNN can crash the process."""
+    """Forward and backward at width 8 and 64 pixels, where oneDNN can crash in channels-last."""
     code = """
 import torch, strategies
 for name, stem in (("finetune", "cifar"), ("cassle", "cifar-pad2")):
@@ -1827,43 +1831,54 @@ def jax_arrays():
     """One random ViT under the names and axes of Google's release, with its 21k head."""
     rng = np.random.default_rng(0)
     make = lambda *shape: rng.normal(0, 0.3, shape).astype(np.float32)  # noqa: E731
-    arrays = {"cls": make(1, 1, DIM), "embedding/kernel": make(PATCH, PATCH, 3, DIM), "embedding/bias": make(DIM),
-              "Transformer/posembed_input/pos_embedding": make(1, 17, DIM), "head/kernel": make(DIM, 7), "head/bias": make(7),
-              "Transformer/encoder_norm/scale": 1 + make(DIM), "Transformer/encoder_norm/bias": make(DIM)}
+    arrays = {"cls": make(1, 1, DIM),
+              "embedding/kernel": make(PATCH, PATCH, 3, DIM), "embedding/bias": make(DIM),
+              "Transformer/posembed_input/pos_embedding": make(1, 17, DIM),
+              "head/kernel": make(DIM, 7), "head/bias": make(7),
+              "Transformer/encoder_norm/scale": 1 + make(DIM),
+              "Transformer/encoder_norm/bias": make(DIM)}
     for i in range(LAYERS):
         block = f"Transformer/encoderblock_{i}/"
+        attention = block + "MultiHeadDotProductAttention_1/"
         for part in ("query", "key", "value"):
-            arrays[f"{block}MultiHeadDotProductAttention_1/{part}/kernel"] = make(DIM, HEADS, DIM // HEADS)
-            arrays[f"{block}MultiHeadDotProductAttention_1/{part}/bias"] = make(HEADS, DIM // HEADS)
-        arrays[f"{block}MultiHeadDotProductAttention_1/out/kernel"] = make(HEADS, DIM // HEADS, DIM)
-        arrays[f"{block}MultiHeadDotProductAttention_1/out/bias"] = make(DIM)
+            arrays[f"{attention}{part}/kernel"] = make(DIM, HEADS, DIM // HEADS)
+            arrays[f"{attention}{part}/bias"] = make(HEADS, DIM // HEADS)
+        arrays[attention + "out/kernel"] = make(HEADS, DIM // HEADS, DIM)
+        arrays[attention + "out/bias"] = make(DIM)
         for norm in ("LayerNorm_0", "LayerNorm_2"):
-            arrays[f"{block}{norm}/scale"], arrays[f"{block}{norm}/bias"] = 1 + make(DIM), make(DIM)
+            arrays[f"{block}{norm}/scale"] = 1 + make(DIM)
+            arrays[f"{block}{norm}/bias"] = make(DIM)
         for dense, (a, b) in (("Dense_0", (DIM, MLP)), ("Dense_1", (MLP, DIM))):
-            arrays[f"{block}MlpBlock_3/{dense}/kernel"], arrays[f"{block}MlpBlock_3/{dense}/bias"] = make(a, b), make(b)
+            arrays[f"{block}MlpBlock_3/{dense}/kernel"] = make(a, b)
+            arrays[f"{block}MlpBlock_3/{dense}/bias"] = make(b)
     return arrays
 
 
 def jax_forward(arrays, images):
-    """The same transformer written with einsum on the native axes, float64: the CLS token after the final norm."""
+    """The same transformer by einsum on the native axes, float64: the CLS token after the norm."""
     a = {name: torch.from_numpy(array).double() for name, array in arrays.items()}
 
     def norm(x, name):
         centred = x - x.mean(-1, keepdim=True)
-        return centred / (centred.square().mean(-1, keepdim=True) + 1e-6).sqrt() * a[f"{name}/scale"] + a[f"{name}/bias"]
+        scaled = centred / (centred.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+        return scaled * a[f"{name}/scale"] + a[f"{name}/bias"]
 
-    patches = images.double().unfold(2, PATCH, PATCH).unfold(3, PATCH, PATCH)  # (B, 3, rows, columns, height, width)
-    x = torch.einsum("bcijhw,hwcd->bijd", patches, a["embedding/kernel"]).flatten(1, 2) + a["embedding/bias"]
-    x = torch.cat([a["cls"].expand(len(x), 1, DIM), x], 1) + a["Transformer/posembed_input/pos_embedding"]
+    # patches: (B, 3, rows, columns, height, width)
+    patches = images.double().unfold(2, PATCH, PATCH).unfold(3, PATCH, PATCH)
+    x = torch.einsum("bcijhw,hwcd->bijd", patches, a["embedding/kernel"]).flatten(1, 2)
+    x = torch.cat([a["cls"].expand(len(x), 1, DIM), x + a["embedding/bias"]], 1)
+    x = x + a["Transformer/posembed_input/pos_embedding"]
     for i in range(LAYERS):
         block = f"Transformer/encoderblock_{i}/"
         y, attention = norm(x, block + "LayerNorm_0"), block + "MultiHeadDotProductAttention_1/"
-        q, k, v = (torch.einsum("btd,dhe->bhte", y, a[f"{attention}{part}/kernel"]) + a[f"{attention}{part}/bias"][:, None]
-                   for part in ("query", "key", "value"))
+        q, k, v = (torch.einsum("btd,dhe->bhte", y, a[f"{attention}{part}/kernel"])
+                   + a[f"{attention}{part}/bias"][:, None] for part in ("query", "key", "value"))
         mix = torch.einsum("bhte,bhse->bhts", q, k).div((DIM // HEADS) ** 0.5).softmax(-1)
-        x = x + torch.einsum("bhts,bhse,hed->btd", mix, v, a[attention + "out/kernel"]) + a[attention + "out/bias"]
-        y = norm(x, block + "LayerNorm_2") @ a[f"{block}MlpBlock_3/Dense_0/kernel"] + a[f"{block}MlpBlock_3/Dense_0/bias"]
-        x = x + F.gelu(y) @ a[f"{block}MlpBlock_3/Dense_1/kernel"] + a[f"{block}MlpBlock_3/Dense_1/bias"]
+        out = torch.einsum("bhts,bhse,hed->btd", mix, v, a[attention + "out/kernel"])
+        x = x + out + a[attention + "out/bias"]
+        dense = block + "MlpBlock_3/Dense_"
+        y = norm(x, block + "LayerNorm_2") @ a[dense + "0/kernel"] + a[dense + "0/bias"]
+        x = x + F.gelu(y) @ a[dense + "1/kernel"] + a[dense + "1/bias"]
     return norm(x, "Transformer/encoder_norm")[:, 0]
 
 
@@ -1902,7 +1917,7 @@ def test_wrong_mappings_would_be_noticed(jax_arrays, tmp_path, mistake):
 
 
 def test_weights_of_resnet18(tmp_path):
-    """torchvision's ResNet-18 and a state_dict of our own; with torchvision's both compute the same."""
+    """A state_dict of torchvision's ResNet-18, with which both compute the same, or of ours."""
     theirs = torchvision.models.resnet18(num_classes=5).eval()
     for m in theirs.modules():  # statistics that matter
         if isinstance(m, nn.BatchNorm2d):
@@ -1920,7 +1935,8 @@ def test_weights_of_resnet18(tmp_path):
     again = strategies.ResNet18(64, "standard").eval()
     strategies.load_weights(again, tmp_path / "ours.pth")
     assert torch.equal(again(images), ours(images))
-    with pytest.raises(data.UserError, match=r"conv1.weight is \(64, 3, 7, 7\), expected \(64, 3, 3, 3\)"):
+    words = r"conv1.weight is \(64, 3, 7, 7\), expected \(64, 3, 3, 3\)"
+    with pytest.raises(data.UserError, match=words):
         strategies.load_weights(strategies.ResNet18(64, "cifar"), tmp_path / "ours.pth")
 
 
@@ -2018,17 +2034,21 @@ def test_cars_recipe(jax_arrays, tmp_path, monkeypatch):
     strategy.weights_file = tmp_path / "a.npz"
     tasks = [SimpleNamespace(index=t, classes=range(3 * t, 3 * t + 3)) for t in (0, 1)]
     strategy.start(tasks[0])
-    assert torch.equal(strategy.net["backbone"].class_token.detach(), torch.from_numpy(jax_arrays["cls"]))
+    token = strategy.net["backbone"].class_token.detach()
+    assert torch.equal(token, torch.from_numpy(jax_arrays["cls"]))
     optimizer, scheduler = strategy.optimizer(tasks[0])
     rates = [(g["lr"], g["weight_decay"], g["momentum"]) for g in optimizer.param_groups]
     assert rates == [(1e-4, 5e-4, 0.9), (pytest.approx(0.01), 5e-4, 0.9)]
-    assert sum(len(g["params"]) for g in optimizer.param_groups) == 32 and dict(scheduler.milestones) == {40: 1}
+    assert sum(len(g["params"]) for g in optimizer.param_groups) == 32
+    assert dict(scheduler.milestones) == {40: 1}
     head = strategy.net["head"]
-    assert head.weight.abs().max() < 0.1 and not head.bias.any() and strategy.epochs(0) == strategy.epochs(1) == 50
+    assert head.weight.abs().max() < 0.1 and not head.bias.any()
+    assert strategy.epochs(0) == strategy.epochs(1) == 50
     old = head.weight.detach().clone()
     strategy.start(tasks[1])
     strategy.loss(torch.randn(4, 3, 32, 32), torch.tensor([3, 4, 5, 5])).backward()
-    assert torch.equal(head.weight[:3].detach(), old) and not head.weight.grad[:3].any() and head.weight.grad[3:].any()
+    assert torch.equal(head.weight[:3].detach(), old)
+    assert not head.weight.grad[:3].any() and head.weight.grad[3:].any()
     again = strategies.STRATEGIES["finetune"](settings, 224)
     again.load_state(strategy.state())
     assert again.net["backbone"].encoder.ln.eps == 1e-5
@@ -2040,9 +2060,9 @@ def test_cars_recipe(jax_arrays, tmp_path, monkeypatch):
 # LwF
 
 
-# Training loops beside the originals' update rules, in float64 on fixed batches with a tiny backbone.
-# A golden loss proves a formula; these prove the loop around it. Written from the papers' and codes'
-# description with plain tensor arithmetic: no optimiser, scheduler or loss function is shared.
+# Training loops beside the originals' update rules, in float64 on fixed batches with a tiny
+# backbone. A golden loss proves a formula; these prove the loop around it. Written from what papers
+# and codes describe, in plain tensor arithmetic: no optimiser, scheduler or loss is shared.
 
 
 class TinyBackbone(nn.Module):
@@ -2184,8 +2204,8 @@ class PlainAdam:
 
 
 def test_lwf_trains_as_published(loop):
-    """Cross-entropy on the new classes, distillation of all old ones at T = 2 without T^2, weight 10;
-    SGD and steps of the learning rate begin anew; sigma and batch-norm decay too."""
+    """Cross-entropy on the new classes, distillation of all old ones at T = 2 without T^2, weight
+    10; SGD and steps of the learning rate begin anew; sigma and batch-norm decay too."""
     strategy, tasks, starts, _ = loop(
         "lwf", first_epochs=4, first_milestones=(2, 3), epochs=3, milestones=(1, 2))
     f = tiny_copy(starts[0])
@@ -2222,7 +2242,7 @@ def test_lwf_distils_into_the_student_only():
     assert all(p.grad is None and not p.requires_grad for p in lwf.teacher.parameters())
     assert not any(m.training for m in lwf.teacher.modules())
     rows = lwf.net["head"].weight.grad.norm(dim=1)
-    assert len(rows) == 10 and (rows[:5] > 0).all()  # old rows learn by distillation, not by the labels
+    assert len(rows) == 10 and (rows[:5] > 0).all()  # old rows learn by distillation alone
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2285,14 +2305,15 @@ def test_pass_trains_as_published(loop):
 
 
 def test_golden_pass_memory_and_prediction():
-    """Two tasks through finish(): the radius takes in the new classes; prediction reads every fourth logit."""
+    """Two tasks through finish(): the radius takes in new classes; every fourth logit counts."""
     g, strategy = golden("pass_loss"), small_strategy("pass")
     classes, old = g["class_features"], int(g["n_old"])
     for part in (range(old), range(old, len(classes))):
         strategy.task_features = lambda task: classes[list(part)].flatten(0, 1)
         labels = torch.repeat_interleave(torch.tensor(part), classes.shape[1])
         strategy.finish(SimpleNamespace(labels=labels, classes=part))
-        agree(strategy.memory["variance"].mean().sqrt(), g["radius_task2" if part.start else "radius_task1"])
+        radius = g["radius_task2" if part.start else "radius_task1"]
+        agree(strategy.memory["variance"].mean().sqrt(), radius)
     agree(strategy.memory["means"], g["prototypes"])
     strategy.net["head"] = linear(g["fc_weight"], g["fc_bias"])
     assert torch.equal(strategy.classify(g["feats"]), g["pred"])
@@ -2324,7 +2345,8 @@ def test_pass_learns_from_its_labelled_images_alone(monkeypatch):
 def test_golden_fetril():
     g = golden("fetril")
     old = int(g["n_old"])
-    feats, labels = strategies.fetril_features(g["features_new"], g["labels_new"], range(old, old + 4), g["old_means"])
+    feats, labels = strategies.fetril_features(
+        g["features_new"], g["labels_new"], range(old, old + 4), g["old_means"])
     agree(feats, g["train_features"])
     assert torch.equal(labels, g["train_labels"])
 
@@ -2350,16 +2372,19 @@ def test_golden_fecam_classifies_by_the_cosine_head_after_its_first_task():
         strategy.task_features = lambda task: g["train_features"][member]
         strategy.finish(SimpleNamespace(labels=g["train_labels"][member], classes=part))
         assert torch.equal(strategy.classify(g["test_features"]), expected)
-    assert strategy.memory["inverses"].shape == (6, 16, 16) and strategy.memory["inverses"].dtype == torch.float32
+    inverses = strategy.memory["inverses"]
+    assert inverses.shape == (6, 16, 16) and inverses.dtype == torch.float32
 
 
 def test_fecam_with_identity_covariance_and_no_tukey_is_cosine_ncm():
     g = golden("fecam")
-    distance = strategies.fecam_distance(g["test_features"], g["class_means"], torch.eye(16).expand(6, 16, 16), tukey=1)
+    identity = torch.eye(16).expand(6, 16, 16)
+    distance = strategies.fecam_distance(g["test_features"], g["class_means"], identity, tukey=1)
     assert torch.equal(distance.argmin(1), ldc.ncm(g["test_features"], g["class_means"]))
 
 
-@pytest.mark.parametrize("feats,words", [(-torch.rand(10, 64), "--tukey 1"), (torch.rand(1, 64), "at least two images")])
+@pytest.mark.parametrize("feats,words", [
+    (-torch.rand(10, 64), "--tukey 1"), (torch.rand(1, 64), "at least two images")])
 def test_fecam_refuses_what_it_cannot_use(feats, words):
     strategy = small_strategy("fecam")
     strategy.task_features = lambda task: feats
@@ -2369,7 +2394,7 @@ def test_fecam_refuses_what_it_cannot_use(feats, words):
 
 @pytest.mark.parametrize("name", ["fetril", "fecam"])
 def test_a_first_task_of_lwf_serves_frozen_strategies(name):
-    """From LwF's first task, finish() computes what a strategy that learnt it alone has, exactly."""
+    """From LwF's first task, finish() computes exactly what one that learnt it alone has."""
     tasks = first_tasks()
     lwf, alone, shared = small_strategy("lwf"), small_strategy(name), small_strategy(name)
     lwf.learn(tasks[0])
@@ -2398,15 +2423,18 @@ def test_golden_efc_matrix_regulariser_and_drift():
     reg.backward()
     agree(reg, g["reg"])
     agree(feats.grad, g["grad_reg"])
-    moved = strategies.efc_drift(g["prototypes"], g["feats_old"], g["feats_new"], g["E"], g["sigma"].item())
+    moved = strategies.efc_drift(
+        g["prototypes"], g["feats_old"], g["feats_new"], g["E"], g["sigma"].item())
     agree(moved, g["prototypes_updated"])
     agree(moved - g["prototypes"], g["drift"])
 
 
 def test_golden_efc_loss_and_rotations():
     g = golden("efc")
-    head, feats, n, known = linear(g["head_weight"]), g["c_feats"].clone().requires_grad_(), int(g["c_n_proto"]), int(g["head_sizes"][:-1].sum())
-    loss = strategies.efc_loss(head, feats, g["c_feats_old"], g["c_targets"], g["c_proto"][:n], g["c_proto_labels"][:n], g["E"], known)
+    head, feats = linear(g["head_weight"]), g["c_feats"].clone().requires_grad_()
+    n, known = int(g["c_n_proto"]), int(g["head_sizes"][:-1].sum())
+    loss = strategies.efc_loss(head, feats, g["c_feats_old"], g["c_targets"], g["c_proto"][:n],
+                               g["c_proto_labels"][:n], g["E"], known)
     loss.backward()
     agree(loss, g["c_loss_new"] + g["c_loss_all"] + g["c_loss_reg"])
     agree(feats.grad, g["c_grad_feats"])
@@ -2415,7 +2443,8 @@ def test_golden_efc_loss_and_rotations():
     turned = data.rotate4(g["rot_images"]).unflatten(0, (-1, 4))[:, 1:].flatten(0, 1)
     assert torch.equal(turned, g["rot_out_images"])
     labels = strategies.efc_rotations(y, rotated_classes(g)).view(-1, 4)
-    assert torch.equal(labels[:, 0], y) and torch.equal(labels[:, 1:].flatten(), g["rot_out_targets"])
+    assert torch.equal(labels[:, 0], y)
+    assert torch.equal(labels[:, 1:].flatten(), g["rot_out_targets"])
 
 
 def test_efc_trains_as_published(loop):
@@ -2486,12 +2515,14 @@ def test_feature_matrix_is_the_jacobian_form():
     assert torch.linalg.matrix_rank(E, hermitian=True) == 3
 
 
-@pytest.mark.parametrize("known,seen,expected", [(10, 20, (20, 20)), (20, 30, (40, 20)), (90, 100, None)])
+@pytest.mark.parametrize("known,seen,expected", [
+    (10, 20, (20, 20)), (20, 30, (40, 20)), (90, 100, None)])
 def test_efc_shares_of_prototypes_and_images(known, seen, expected):
     """CIFAR-100's numbers at tasks 2, 3 and 10, with 64 in a batch."""
     draws = [strategies.efc_shares(known, seen, 64, random.Random(i)) for i in range(200)]
     if expected:  # the ids seen twice are drawn, so the shares vary around these numbers
-        assert abs(np.mean(draws, 0) - expected).max() < 1 and all(20 <= sum(d) <= 64 for d in draws)
+        assert abs(np.mean(draws, 0) - expected).max() < 1
+        assert all(20 <= sum(d) <= 64 for d in draws)
     else:
         assert all(sum(d) == 64 for d in draws) and abs(np.mean(draws, 0)[0] - 57.6) < 0.5
 
@@ -2499,7 +2530,8 @@ def test_efc_shares_of_prototypes_and_images(known, seen, expected):
 def test_efc_draws_the_stored_gaussians_evenly():
     torch.manual_seed(0)
     strategy = small_strategy("efc", batch_size=4000)
-    factors = torch.linalg.cholesky(torch.tensor([[[2.0, 0.9], [0.9, 1.0]], [[1.0, -0.5], [-0.5, 1.0]]]))
+    covariances = torch.tensor([[[2.0, 0.9], [0.9, 1.0]], [[1.0, -0.5], [-0.5, 1.0]]])
+    factors = torch.linalg.cholesky(covariances)
     strategy.memory = {"means": torch.tensor([[3.0, 0.0], [0.0, 5.0]]), "factors": factors}
     feats, labels = strategy.draw(3000)
     assert 1400 < (labels == 0).sum() < 1600
@@ -2510,24 +2542,31 @@ def test_efc_draws_the_stored_gaussians_evenly():
 
 
 def test_efc_factors_of_singular_covariances():
-    """20 images of a class in 64 dimensions: efc's 1e-5 on the diagonal makes the Cholesky factor exist, and is all it adds."""
-    strategy, task = small_strategy("efc"), data.TaskStream(data.load("demo", limit=20), tasks=10).task(0)
+    """20 images of a class in 64 dimensions: efc's 1e-5 on the diagonal makes the Cholesky factor
+    exist, and is all it adds."""
+    strategy = small_strategy("efc")
+    task = data.TaskStream(data.load("demo", limit=20), tasks=10).task(0)
     strategy.learn(task)
     model, generator = strategy.snapshot(), torch.Generator().manual_seed(0)
-    feats, labels = (torch.cat(part) for part in zip(*((model(x), y) for x, y in task.epoch(strategy.settings.batch_size, generator))))
+    pairs = [(model(x), y) for x, y in task.epoch(strategy.settings.batch_size, generator)]
+    feats, labels = (torch.cat(part) for part in zip(*pairs))
     for c, factor in enumerate(strategy.memory["factors"].double()):
         covariance = torch.cov(feats[labels == c].double().T)
         assert torch.linalg.matrix_rank(covariance, hermitian=True) < 20
-        assert (factor @ factor.T - covariance - 1e-5 * torch.eye(64)).abs().max() < 1e-6 * covariance.abs().max()
+        added = factor @ factor.T - covariance - 1e-5 * torch.eye(64)
+        assert added.abs().max() < 1e-6 * covariance.abs().max()
 
 
 def test_efc_steps_as_written(monkeypatch):
-    """Batch-norm stands still after task 1, old images come from the batch before, the rotation head is gone."""
+    """After task 1 batch-norm stands still, old images come from the batch before, and the rotation
+    head is gone."""
     tasks, strategy = first_tasks(), small_strategy("efc")
     strategy.learn(tasks[0])
-    assert set(strategy.net) == {"backbone", "head"} and strategy.memory["factors"].shape == (tasks[0].classes.stop, 64, 64)
+    assert set(strategy.net) == {"backbone", "head"}
+    assert strategy.memory["factors"].shape == (tasks[0].classes.stop, 64, 64)
     strategy.start(tasks[1])
-    norms = {k: v.clone() for k, v in strategy.net["backbone"].state_dict().items() if "bn" in k or "running" in k}
+    norms = {k: v.clone() for k, v in strategy.net["backbone"].state_dict().items()
+             if "bn" in k or "running" in k}
     optimizer, _ = strategy.optimizer(tasks[1])
     module, passed = sys.modules[type(strategy).__module__], []
     efc_loss = module.efc_loss
@@ -2547,7 +2586,8 @@ def test_efc_steps_as_written(monkeypatch):
         before = x, y
         optimizer.zero_grad()
         loss.backward()
-        assert strategy.net["head"].weight.grad.abs().sum(1).min() > 0  # old rows learn from prototypes
+        # old rows learn from prototypes
+        assert strategy.net["head"].weight.grad.abs().sum(1).min() > 0
         optimizer.step()
     after = strategy.net["backbone"].state_dict()
     assert all(torch.equal(value, after[k]) for k, value in norms.items())
@@ -2579,7 +2619,7 @@ def leaves(*tensors):
 
 
 def perceptron(g, prefix, *widths):
-    """strategies.mlp, or one linear layer, with the stored weights; a bias that is not stored is zero."""
+    """strategies.mlp, or one linear layer, with the stored weights; a bias not stored is zero."""
     net = strategies.mlp(*widths) if len(widths) > 2 else nn.Sequential(nn.Linear(*widths))
     for index, layer in enumerate(net):
         if f"{prefix}_{index}_weight" in g:
@@ -2600,7 +2640,8 @@ class Stored(nn.Module):
 
 
 def trainer(name, views, **changes):
-    """The strategy with the identity as backbone and projector, so that its loss is a function of two feature matrices."""
+    """The strategy with the identity as backbone and projector: its loss is a function of two
+    feature matrices."""
     strategy = small_strategy(name, **changes)
     strategy.net["projector"] = nn.Identity()
     strategy.embed = lambda x, backbone=None: x if backbone is None else backbone(x)
@@ -2657,18 +2698,22 @@ def test_golden_pocon(key, option):
     g = golden("pocon_loss")
     views = leaves(g["f1"], g["f2"])
     pocon = trainer("pocon", views, width=2, pocon_projectors=option)  # 16 features
-    widths = [[layer.in_features for layer in net if isinstance(layer, nn.Linear)] + [16] if isinstance(net, nn.Sequential)
-              else [16, 16] for net in (pocon.build_adaptation(), pocon.net["retrospection"])]
+    widths = []
+    for net in (pocon.build_adaptation(), pocon.net["retrospection"]):
+        linear_layers = [layer for layer in net.modules() if isinstance(layer, nn.Linear)]
+        widths.append([layer.in_features for layer in linear_layers] + [16])
     pocon.net["retrospection"] = perceptron(g, f"{key}_r", *widths[1])
     pocon.build_adaptation = lambda: perceptron(g, f"{key}_a", *widths[0])
     pocon.net["backbone"] = Stored(views, (g["old_f1"], g["old_f2"]))
     pocon.new_backbone = lambda: pocon.net["backbone"]
-    for t, loss_name, grad_name in ((0, "loss_adapt", "grad_adapt"), (1, "loss_total", "grad_total")):
+    names = (0, "loss_adapt", "grad_adapt"), (1, "loss_total", "grad_total")
+    for t, loss_name, grad_name in names:
         phases = pocon.phases(SimpleNamespace(index=t))
         next(phases)
         pocon.student.outputs, pocon.student.views = (g["expert_f1"], g["expert_f2"]), views
         next(phases)
-        for target, outputs in zip(pocon.targets, ("expert", "old")):  # deep copies of the views would not be recognised
+        # deep copies of the views would not be recognised
+        for target, outputs in zip(pocon.targets, ("expert", "old")):
             assert not any(m.training for m in target.net.modules())
             target.net["backbone"] = Stored(views, (g[f"{outputs}_f1"], g[f"{outputs}_f2"]))
         loss = pocon.loss(*views)
@@ -2695,7 +2740,8 @@ def test_golden_lars_cassle(clip):
     params = {k[5:]: nn.Parameter(v.clone()) for k, v in g.items() if k.startswith("init_")}
     groups = [{"params": [p for p in params.values() if p.ndim > 1]},
               {"params": [p for p in params.values() if p.ndim == 1], "plain": True}]
-    optimizer = strategies.LARS(groups, 1.0, 0.9, g["wd"].item(), trust=0.02, clip=clip, lr_in_velocity=False)
+    optimizer = strategies.LARS(groups, 1.0, 0.9, g["wd"].item(), trust=0.02, clip=clip,
+                                lr_in_velocity=False)
     for i in follow(optimizer, params, g, 4, lambda i: [g["lrs"][i].item()] * 2):
         for name, p in params.items():
             agree(p, g[f"after_{'clip' if clip else 'noclip'}_{name}"][i])
@@ -2741,7 +2787,8 @@ def test_lars_clips_each_layer(lr, bound):
     generator = torch.Generator().manual_seed(0)
     p = nn.Parameter(torch.randn(256, 512, generator=generator))
     before, p.grad = p.detach().clone(), torch.randn(256, 512, generator=generator)
-    strategies.LARS([{"params": [p]}], lr, 0.9, 1e-8, trust=0.02, clip=True, lr_in_velocity=False).step()
+    strategies.LARS([{"params": [p]}], lr, 0.9, 1e-8, trust=0.02, clip=True,
+                    lr_in_velocity=False).step()
     expected = {"trust": 0.02 * before.norm(), "lr": lr * p.grad.norm()}
     assert expected[bound] == min(expected.values())
     assert (p.detach() - before).norm().item() == pytest.approx(expected[bound].item(), rel=0.01)
@@ -2762,11 +2809,15 @@ def test_known_values():
     z1, z2 = torch.randn(2, 256, 2048, generator=generator)
     assert strategies.barlow_twins_loss(z1, z2).item() == pytest.approx(213.8, abs=2)
     assert strategies.barlow_twins_loss(z1, z1).item() == pytest.approx(8.2, abs=0.2)
-    assert strategies.barlow_twins_loss(z1, z2, scale=0.025).item() == pytest.approx(213.8 / 4, abs=0.5)
-    n1, n2 = (nn.BatchNorm1d(64, affine=False)(z[:, :64]) for z in (z1, z2))  # the matrix form, literally
+    quarter = strategies.barlow_twins_loss(z1, z2, scale=0.025).item()
+    assert quarter == pytest.approx(213.8 / 4, abs=0.5)
+    # the matrix form, literally
+    n1, n2 = (nn.BatchNorm1d(64, affine=False)(z[:, :64]) for z in (z1, z2))
     C = n1.T @ n2 / 256
-    literal = 0.1 * ((C.diagonal() - 1).square().sum() + 0.005 * C.masked_fill(torch.eye(64).bool(), 0).square().sum())
-    assert strategies.barlow_twins_loss(z1[:, :64], z2[:, :64]).item() == pytest.approx(literal.item(), rel=1e-4)
+    beside = C.masked_fill(torch.eye(64).bool(), 0)
+    literal = 0.1 * ((C.diagonal() - 1).square().sum() + 0.005 * beside.square().sum())
+    ours = strategies.barlow_twins_loss(z1[:, :64], z2[:, :64])
+    assert ours.item() == pytest.approx(literal.item(), rel=1e-4)
     a, b = torch.randn(2, 256, 512, generator=generator)
     assert strategies.frobenius_distance(a, b).item() == pytest.approx(22.6, abs=0.3)
     zero = a.clone().requires_grad_()
@@ -2807,14 +2858,16 @@ def test_frozen_network_is_in_train_mode_and_out_of_reach(name):
     teacher = strategy.targets[0].net
     statistics = teacher["backbone"].bn1.running_mean.clone()
     strategy.loss(*one_batch(strategy, second)).backward()
-    assert all(m.training for m in teacher.modules()) and not torch.equal(statistics, teacher["backbone"].bn1.running_mean)
+    assert all(m.training for m in teacher.modules())
+    assert not torch.equal(statistics, teacher["backbone"].bn1.running_mean)
     assert all(p.grad is None for p in teacher.parameters())
     assert all(p.grad is not None for p in strategy.net.parameters())
     predictor = strategy.net["predictor"]
     strategy.learn(second)
     strategy.learn(third)
     assert strategy.net["predictor"] is predictor  # persists
-    assert torch.equal(before, snapshot(images)) and not torch.equal(before, strategy.snapshot()(images))
+    assert torch.equal(before, snapshot(images))
+    assert not torch.equal(before, strategy.snapshot()(images))
 
 
 def same_tensors(a, b):
@@ -2866,15 +2919,18 @@ def test_pocon_starts_from_two_networks_and_draws_twice():
 
 @pytest.mark.parametrize("name", [*SSL, "nncsl"])
 def test_training_never_reads_a_hidden_label(name, monkeypatch):
-    """task.labels raises; the only way to a label is labelled(), which only NNCSL asks, for its own share."""
+    """task.labels raises; the only way to a label is labelled(), which only NNCSL asks, for its own
+    share."""
     task, = short_tasks(1)
     strategy, asked, labelled = quick(name), [], data.Task.labelled
     with pytest.raises(RuntimeError, match="no labels"):
         strategy.visible(task).labels
     monkeypatch.setattr(data.Task, "labels", property(lambda self: pytest.fail("a label was read")))
-    monkeypatch.setattr(data.Task, "labelled", lambda self, *a: asked.append(a) or labelled(self, *a))
+    watched = lambda self, *a: asked.append(a) or labelled(self, *a)  # noqa: E731
+    monkeypatch.setattr(data.Task, "labelled", watched)
     strategy.learn(task)
-    assert bool(asked) == (name == "nncsl") and all(a == (strategy.settings.label_fraction, 0) for a in asked)
+    assert bool(asked) == (name == "nncsl")
+    assert all(a == (strategy.settings.label_fraction, 0) for a in asked)
 
 
 def test_a_first_task_of_pfr_serves_cassle():
@@ -2926,16 +2982,19 @@ def test_golden_nncsl(case):
     g = {k.removeprefix(case + "_"): v for k, v in golden("nncsl").items()}
     labels, current = g["support_labels"], len(g["current_classes"])
     K = len(labels.unique())
-    order = torch.arange(K)[torch.argsort((labels[:K] >= 6).long(), stable=True)]  # current classes last, otherwise as they come
+    # current classes last, otherwise as they come
+    order = torch.arange(K)[torch.argsort((labels[:K] >= 6).long(), stable=True)]
     z, support, logits = leaves(g["z_views"], g["z_support"], g["logits_support"])
-    parts = [s.unflatten(0, (6, K))[:, order] for s in (support, g["old_z_support"], logits, labels)]
+    parts = [s.unflatten(0, (6, K))[:, order]
+             for s in (support, g["old_z_support"], logits, labels)]
     p = strategies.soft_neighbours(z, parts[0][:, -current:])
     agree(p, g["snn_anchor"])
     agree(strategies.sharpen(p), g["anchor_sharp"])
     agree(strategies.paws_loss(p), g["loss_paws"])
     agree(strategies.memax_loss(p), g["loss_memax"])
     seen = int(labels.max()) + 1
-    loss = strategies.nncsl_loss(z, parts[0], parts[2].flatten(0, 1)[:, :seen], parts[3].flatten(), current, g["old_z_views"], parts[1])
+    loss = strategies.nncsl_loss(z, parts[0], parts[2].flatten(0, 1)[:, :seen], parts[3].flatten(),
+                                 current, g["old_z_views"], parts[1])
     loss.backward()
     agree(loss, g["loss_total"])
     agree(z.grad, g["grad_z_views"])
@@ -2947,10 +3006,13 @@ def test_golden_lars_nncsl():
     g = golden("lars_nncsl")
     params = {k[5:]: nn.Parameter(v.clone()) for k, v in g.items() if k.startswith("init_")}
     plain = [n for n in params if not n.startswith("classifier") and ("bias" in n or "bn" in n)]
-    groups = [{"params": [p for n, p in params.items() if n not in plain and not n.startswith("classifier")]},
+    classifier = [n for n in params if n.startswith("classifier")]
+    scaled = [n for n in params if n not in plain and n not in classifier]
+    groups = [{"params": [params[n] for n in scaled]},
               {"params": [params[n] for n in plain], "plain": True},
-              {"params": [p for n, p in params.items() if n.startswith("classifier")], "weight_decay": 0.0}]
-    optimizer = strategies.LARS(groups, 1.0, 0.9, g["wd"].item(), trust=0.001, clip=False, lr_in_velocity=True)
+              {"params": [params[n] for n in classifier], "weight_decay": 0.0}]
+    optimizer = strategies.LARS(groups, 1.0, 0.9, g["wd"].item(), trust=0.001, clip=False,
+                                lr_in_velocity=True)
     rates = lambda i: [g["lr_main"][i].item()] * 2 + [g["lr_classifier"][i].item()]  # noqa: E731
     for i in follow(optimizer, params, g, 4, rates):
         for name, p in params.items():
@@ -2980,7 +3042,7 @@ def test_nncsl_freezes_batch_norm_after_the_first_task():
 
 
 def test_nncsl_support_reaches_the_device_without_waiting(monkeypatch):
-    """Its indices go through data.to_device, pinned and asynchronous on CUDA, and by no other way."""
+    """Its indices go through data.to_device, pinned and asynchronous on CUDA, by no other way."""
     task, = short_tasks(1)
     strategy, moved = quick("nncsl"), []
     strategy.start(strategy.visible(task))
@@ -2997,7 +3059,8 @@ def test_nncsl_support_reaches_the_device_without_waiting(monkeypatch):
 
 @pytest.mark.parametrize("size", [0, 7, 16, 500])
 def test_nncsl_buffer(size):
-    """Never more than its size, balanced to one, labelled images only; with none, no old label reaches a step."""
+    """Never more than its size, balanced to one, labelled images only; with none, no old label
+    reaches a step."""
     strategy, known = quick("nncsl", buffer_size=size, label_fraction=0.5), {}
     *tasks, last = short_tasks(4)
     for task in tasks:
@@ -3005,11 +3068,13 @@ def test_nncsl_buffer(size):
         for image, label in zip(task.images[index], labels.tolist()):
             known.setdefault(label, []).append(image)
         strategy.learn(task)
-        images, kept = (strategy.memory.get(key, torch.zeros(0, dtype=torch.long)) for key in ("images", "labels"))
+        nothing = torch.zeros(0, dtype=torch.long)
+        images, kept = (strategy.memory.get(key, nothing) for key in ("images", "labels"))
         counts = kept.bincount(minlength=task.classes.stop)
         assert len(images) == len(kept) == min(size, sum(map(len, known.values())))
         assert counts.max() - counts.min() <= 1
-        assert all(any(torch.equal(image, other) for other in known[label]) for image, label in zip(images, kept.tolist()))
+        for image, label in zip(images, kept.tolist()):
+            assert any(torch.equal(image, other) for other in known[label])
     strategy.start(strategy.visible(last))
     *_, s1, s2, y = one_batch(strategy, last)
     expected = sorted({*last.classes, *kept.tolist()})
@@ -3099,9 +3164,11 @@ def test_nncsl_groups_its_parameters_by_name():
                                    dataset=SimpleNamespace(num_classes=10)))
     strategy.optimizer(Sized())
     names = {id(p): name for name, p in strategy.net.named_parameters()}
-    scaled, plain, head = [{names[id(p)] for p in group["params"]} for group in strategy.lars.param_groups]
+    groups = strategy.lars.param_groups
+    scaled, plain, head = [{names[id(p)] for p in group["params"]} for group in groups]
     assert head == {"head.weight", "head.bias"} and "backbone.blocks.2.shortcut.1.weight" in scaled
-    assert {"backbone.bn1.weight", "backbone.bn1.bias", "backbone.blocks.2.shortcut.1.bias", "projector.1.weight"} <= plain
+    assert {"backbone.bn1.weight", "backbone.bn1.bias", "backbone.blocks.2.shortcut.1.bias",
+            "projector.1.weight"} <= plain
     assert len(scaled) + len(plain) + 2 == len(names)
 
 
@@ -3161,11 +3228,17 @@ def test_nncsl_schedule_moves_with_every_step():
     task, = short_tasks(1)
     strategy, rates = small_strategy("nncsl", first_epochs=2, warmup_epochs=1, batch_size=8), []
     original = strategy.loss
-    strategy.loss = lambda *batch: rates.append([group["lr"] for group in strategy.lars.param_groups]) or original(*batch)
+    def watched(*batch):
+        rates.append([group["lr"] for group in strategy.lars.param_groups])
+        return original(*batch)
+
+    strategy.loss = watched
     strategy.learn(task)
     s, steps = strategy.settings, 2 * (len(task) // 8)
-    expected = [strategies.nncsl_lr(i, s.lr, steps, steps // 2, s.warmup_lr, s.final_lr) for i in range(steps)]
-    assert [r[0] for r in rates] == pytest.approx(expected) and [r[2] for r in rates] == pytest.approx([e / 10 for e in expected])
+    expected = [strategies.nncsl_lr(i, s.lr, steps, steps // 2, s.warmup_lr, s.final_lr)
+                for i in range(steps)]
+    assert [r[0] for r in rates] == pytest.approx(expected)
+    assert [r[2] for r in rates] == pytest.approx([e / 10 for e in expected])
 
 
 @pytest.mark.parametrize("fraction", [0.008, 0.05, 0.25, 1.0])
@@ -3173,12 +3246,14 @@ def test_labelled_draws_are_exact_and_nested(fraction):
     task = data.TaskStream(data.load("demo"), tasks=10).task(0)
     index, labels = task.labelled(fraction, 0)
     each = len(task) // len(task.classes)
-    assert (labels.bincount() == max(1, round(fraction * each))).all() and len(index.unique()) == len(index)
+    assert (labels.bincount() == max(1, round(fraction * each))).all()
+    assert len(index.unique()) == len(index)
     assert torch.equal(labels, task.labels[index])
     assert set(index.tolist()) <= set(task.labelled(min(1, 2 * fraction), 0)[0].tolist())
     assert fraction == 1 or set(index.tolist()) != set(task.labelled(fraction, 1)[0].tolist())
     few = task.labelled(None, 0, count=3)
-    assert (few[1].bincount() == 3).all() and (len(index) < len(few[0]) or set(few[0].tolist()) <= set(index.tolist()))
+    assert (few[1].bincount() == 3).all()
+    assert len(index) < len(few[0]) or set(few[0].tolist()) <= set(index.tolist())
 
 
 # --------------------------------------------------------------------------------------------------
@@ -3191,7 +3266,9 @@ def fake_to(module, device, **_):
     """nn.Module.to for fake parameters, which torch cannot move in place."""
     for part in module.modules():
         for held in (part._parameters, part._buffers):
-            for name, tensor in [(name, tensor) for name, tensor in held.items() if tensor is not None]:
+            for name, tensor in list(held.items()):
+                if tensor is None:
+                    continue
                 moved = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
                 held[name] = nn.Parameter(moved) if isinstance(tensor, nn.Parameter) else moved
     return module
@@ -3199,9 +3276,11 @@ def fake_to(module, device, **_):
 
 @pytest.fixture
 def fake_cuda(monkeypatch):
-    """Inside, tensors on "cuda" have shapes and devices but no data; backward passes, which need a device, do nothing."""
+    """Inside, tensors on "cuda" have shapes and devices but no data; backward passes, which need a
+    device, do nothing."""
     monkeypatch.setattr(nn.Module, "to", fake_to)
-    monkeypatch.setattr(type(FAKE), "__deepcopy__", lambda self, memo: self, raising=False)  # copies stay in the mode
+    # copies stay in the mode
+    monkeypatch.setattr(type(FAKE), "__deepcopy__", lambda self, memo: self, raising=False)
     monkeypatch.setattr(torch.Tensor, "backward", lambda self: None)
     monkeypatch.setattr(torch.autograd, "grad", lambda loss, x: (torch.zeros_like(x),))
     with FAKE:
@@ -3224,7 +3303,8 @@ def batch_for(strategy, classes):
     if isinstance(strategy, strategies.BarlowTwins):
         return image(8), image(8)
     if isinstance(strategy, strategies.Nncsl):
-        return image(8), image(8), image(8, 9), image(8, 9), image(15), image(15), labels.repeat(3)  # 3 images of 5 classes
+        support = image(15), image(15), labels.repeat(3)  # 3 images of 5 classes
+        return image(8), image(8), image(8, 9), image(8, 9), *support
     return image(5), labels
 
 
@@ -3242,7 +3322,8 @@ def test_training_step_stays_on_one_device(name, fake_cuda):
                 p.grad = torch.zeros_like(p)  # backward() would ask for a real device
             optimizer.step()
     with pytest.raises(Exception, match="device"):
-        strategy.loss(*(part.cpu() if part.ndim == 4 else part for part in batch_for(strategy, classes)))
+        batch = batch_for(strategy, classes)
+        strategy.loss(*(part.cpu() if part.ndim == 4 else part for part in batch))
 
 
 @pytest.mark.parametrize("name", ["pocon", "nncsl"])
@@ -3283,7 +3364,7 @@ def test_features_are_float32_whatever_the_training_precision():
 
 @pytest.mark.parametrize("name", ["fetril", "fecam", "pass"])
 def test_a_tasks_features_are_extracted_once(name):
-    """What finish() extracted, a run takes over; of another task, or of a part of it, it does not."""
+    """What finish() extracted, a run takes over; not of another task, nor of a part of it."""
     task, second = short_tasks(2)
     strategy = quick(name)
     strategy.learn(task)
@@ -3296,14 +3377,17 @@ def test_a_tasks_features_are_extracted_once(name):
 
 @pytest.mark.parametrize("name", ["pass", "efc"])
 def test_rehearsal_step_stays_on_one_device(name, fake_cuda):
-    """With memory, on fake CUDA tensors, which raise wherever two devices mix or a value is read on the host."""
+    """With memory, on fake CUDA tensors, which raise wherever two devices mix or a value is read on
+    the host."""
     strategy = small_strategy(name, device="cuda")
     strategy.start(SimpleNamespace(index=0, classes=range(0, 5)))
     cuda = lambda *shape: torch.rand(*shape, device="cuda")  # noqa: E731
-    strategy.memory = {"means": cuda(5, 64), "variance": cuda(5), "factors": cuda(5, 64, 64), "E": cuda(64, 64)}
+    strategy.memory = {"means": cuda(5, 64), "variance": cuda(5), "factors": cuda(5, 64, 64),
+                       "E": cuda(64, 64)}
     strategy.start(SimpleNamespace(index=1, classes=range(5, 10)))
     for _ in range(2):
-        loss = strategy.loss(cuda(8, 3, 16, 16), torch.zeros(8, dtype=torch.long, device="cuda") + 5)
+        labels = torch.zeros(8, dtype=torch.long, device="cuda") + 5
+        loss = strategy.loss(cuda(8, 3, 16, 16), labels)
         assert loss.device.type == "cuda"
 
 

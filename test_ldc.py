@@ -1616,8 +1616,7 @@ def test_every_strategy_is_exemplar_free_or_says_so(name):
     run = ldc.Run(strategy, stream, options, free, 0)
     for t in range(2):
         read.clear()
-        run.learn()
-        run.score(run.extract())
+        learn_task(run)
         first = 0 if strategy.reads_old_tasks else 5 * t
         assert read <= set(range(first, 5 * (t + 1)))
     readers = {reader for reader, count in stream.opened.items() if count}
@@ -3437,8 +3436,7 @@ def test_label_sets_share_one_backbone():
     options = SimpleNamespace(**ldc.resolve_options("demo", "cassle", "smoke", {}))
     run = ldc.Run(small_strategy("cassle"), stream, options, ["none", "ldc", "oracle"], 0,
                   label_seeds=[0, 7])
-    run.learn()
-    run.score(run.extract())
+    learn_task(run)
     means = {}
     for row in run.rows:
         if row.has_prototypes:

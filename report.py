@@ -150,7 +150,7 @@ def load(folder):
     place = {name: i for i, name in enumerate(DATASETS + STRATEGIES)}
     return sorted(runs, key=lambda run: (
         place.get(run["dataset"], 99), place.get(run["strategy"], 99),
-        -run["settings"].get("width", 0), describe(run), run["seed"]))
+        -run["settings"].get("width", 0), len(changes(run)), describe(run), run["seed"]))
 
 
 def changes(run):

@@ -4598,8 +4598,20 @@ def test_sentences_about_results_are_true():
     ]
     rows = ("none", "ldc", "adc", "oracle")
     demo = [recorded("lwf", row, place="demo/demo") for row in rows]
-    words = "no compensation {:.1f}, LDC {:.1f}, ADC {:.1f}, oracle {:.1f}"
+    words = "no compensation {:.1f}, LDC {:.1f}, ADC {:.1f}, oracle {:.1f}. ADC is above LDC there"
     sentences.append(words.format(*demo))
+    assert demo[2] > demo[1]
+    folder = HERE / "results" / "demo" / "demo"
+    options = json.loads((folder / "lwf" / "seed0" / "args.json").read_text())["options"]
+    assert options["ldc_lr"] == 5 * ldc.OPTIONS["ldc_lr"][0]  # "five times the paper's rate"
+    if (folder / "lwf-rate").exists():  # --ldc-lr 0.001 --tag rate
+        sentences.append(f"at the paper's it ends at {recorded('lwf-rate', 'ldc', place='demo/demo'):.1f}")
+    sentences.append(f"their oracles end at {recorded('cassle', 'oracle'):.1f} and "
+                     f"{recorded('pfr', 'oracle'):.1f}")
+    pixels = [run["rows"]["1"]["pixels"]["A_last"] for run in report.load(HERE / "results")
+              if run["dataset"] == "cifar100" and "pixels" in run["rows"].get("1", ())]
+    if pixels:  # the floor, once a run has recorded it
+        sentences.append(f"nearest mean on raw pixels ({pixels[0]:.1f})")
     for sentence in sentences:
         assert sentence in text, sentence
     for strategy in ("efc", "pass"):  # "loses nothing"

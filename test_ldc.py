@@ -1725,6 +1725,11 @@ def test_log_counts_and_tells(tmp_path, monkeypatch, capsys):
                      "task 2 of 2  epoch 1 of 2  loss 2.000  0:03:14 left",  # and the compensators
                      "task 2 of 2  epoch 2 of 2  loss 2.000  0:01:40 left"]
     assert log.images == 200 and log.seconds == {"train": 244.0, "compensate": 200.0}
+    alone = strategies.Log()  # a strategy used without a run knows no end
+    alone.begin_epoch(0, 0, 3)
+    clock[0] += 61
+    alone.step(8)
+    assert capsys.readouterr().err == "task 1  epoch 1 of 3\n"
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [(line["task"], line["epoch"], line["loss"]) for line in lines] == [
         (1, 1, 2.0), (1, 2, 2.0), (2, 1, 2.0), (2, 2, 2.0)]

@@ -143,7 +143,7 @@ def load(folder):
             run = json.loads(path.read_text(encoding="utf-8"))
         except ValueError:
             run = None
-        if isinstance(run, dict) and NEEDED <= run.keys():
+        if isinstance(run, dict) and NEEDED <= run.keys() and isinstance(run["rows"], dict):
             runs.append({**run, "folder": path.parent.parent.name})
         else:
             print(f"{path} is no result of ldc.py and is left out.", file=sys.stderr)

@@ -4272,6 +4272,8 @@ def fakes(tmp_path):
              settings={"label_fraction": 0.05, "buffer_size": 500}, flags="--buffer-size 500")
     fake_run(paper / "efc" / "seed0", 0, strategy="efc", rows={"head": 44.0})
     (paper / "efc" / "seed0" / "result.json").write_text("[1, 2]")
+    rowless = fake_run(paper / "efc" / "seed1", 1, strategy="efc", rows={})
+    (paper / "efc" / "seed1" / "result.json").write_text(json.dumps({**rowless, "rows": [1]}))
     return tmp_path
 
 

@@ -1949,10 +1949,10 @@ def test_torchvision_weights_of_other_backbones(tmp_path):
 
 @pytest.mark.parametrize("change,words", [
     (lambda a: {k: v for k, v in a.items() if "encoderblock_1" not in k},
-     r"holds no weights of this backbone \(KeyError: .*encoderblock_1"),
+     r"holds no weights of this backbone \(it has no .*encoderblock_1"),
     (lambda a: {**a, "Transformer/posembed_input/pos_embedding": a["cls"]},
      r"pos_embedding is \(1, 1, 24\), expected \(1, 17, 24\)"),
-    (lambda a: {"params/" + k: v for k, v in a.items()}, "KeyError: 'cls'"),
+    (lambda a: {"params/" + k: v for k, v in a.items()}, "it has no 'cls'"),
 ])
 def test_files_that_do_not_fit_are_refused(jax_arrays, tmp_path, change, words):
     np.savez(tmp_path / "a.npz", **change(jax_arrays))

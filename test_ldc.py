@@ -1137,31 +1137,6 @@ def test_golden_class_order():
             assert data.task_sizes(classes, 10) == g[f"task_sizes_{classes}"][i].tolist()
 
 
-def test_golden_cosine_head_keeps_its_logits_as_it_grows():
-    g = golden("cosine_head")
-    head = strategies.CosineHead(24)
-    head.grow(10)
-    head.weight.data, head.sigma.data = g["weight"].clone(), g["sigma"].reshape(1).clone()
-    feats = g["features"].clone().requires_grad_()
-    logits = head(feats)
-    (logits * g["cotangent"]).sum().backward()
-    agree(logits, g["logits"])
-    agree(feats.grad, g["grad_features"])
-    agree(head.weight.grad, g["grad_weight"])
-    agree(head.sigma.grad, g["grad_sigma"])
-    head.grow(13)
-    agree(head(feats)[:, :10], g["logits_after_expand"])
-
-
-def test_golden_lwf_loss():
-    g = golden("lwf_loss")
-    logits = g["logits_new"].clone().requires_grad_()
-    loss = strategies.lwf_loss(logits, g["logits_old"], g["targets"], g["lam"].item(), g["T"].item())
-    loss.backward()
-    agree(loss, g["total"])
-    agree(logits.grad, g["grad_total"])
-
-
 def test_golden_sdc():
     g = golden("sdc")
     for i, sigma in enumerate((0.3, 1.0, 0.14)):
@@ -1790,6 +1765,22 @@ def test_memory_format(device, width, expected):
         assert weight.is_contiguous(memory_format=expected)
 
 
+def test_golden_cosine_head_keeps_its_logits_as_it_grows():
+    g = golden("cosine_head")
+    head = strategies.CosineHead(24)
+    head.grow(10)
+    head.weight.data, head.sigma.data = g["weight"].clone(), g["sigma"].reshape(1).clone()
+    feats = g["features"].clone().requires_grad_()
+    logits = head(feats)
+    (logits * g["cotangent"]).sum().backward()
+    agree(logits, g["logits"])
+    agree(feats.grad, g["grad_features"])
+    agree(head.weight.grad, g["grad_weight"])
+    agree(head.sigma.grad, g["grad_sigma"])
+    head.grow(13)
+    agree(head(feats)[:, :10], g["logits_after_expand"])
+
+
 @pytest.mark.parametrize("name", ["vit_b_16", "mobilenet_v3_small", "convnext_tiny"])
 def test_any_torchvision_backbone_gives_features(name):
     backbone = strategies.torchvision_backbone(name, 32)
@@ -2221,6 +2212,15 @@ def test_lwf_trains_as_published(loop):
                     loss = loss - 10 * (teacher * log_softmax(z[:, :known] / 2)).sum(1).mean()
                 sgd.step(loss, decayed_rate(rates[0], rates[1], epoch))
     as_published(strategy, f, head__weight=W, head__sigma=sigma)
+
+
+def test_golden_lwf_loss():
+    g = golden("lwf_loss")
+    logits = g["logits_new"].clone().requires_grad_()
+    loss = strategies.lwf_loss(logits, g["logits_old"], g["targets"], g["lam"].item(), g["T"].item())
+    loss.backward()
+    agree(loss, g["total"])
+    agree(logits.grad, g["grad_total"])
 
 
 def test_lwf_distils_into_the_student_only():

@@ -371,13 +371,13 @@ def run_table(results):
 
 def paper_values(record, row):
     """The paper's "A_last / A_inc"; "" where the run is not the paper's experiment."""
-    run, found = record["run"], {}
+    found = {}
+    if changes(record["run"]) or record["run"].get("generated"):
+        return ""
     for *_, cells in TABLES.values():
         for *_, words, value in cells:
             if select([{**record, "row": row, "metric": words["metric"]}], **words):
                 found.setdefault(words["metric"], value.split("±")[0])
-    if changes(run) or run.get("generated"):
-        return ""
     return " / ".join(found[metric] for metric in ("A_last", "A_inc") if metric in found)
 
 
@@ -394,9 +394,10 @@ def chosen(records, dataset, strategy):
 
 def point(panel, series, x, values):
     """One point of a figure: mean and deviation over seeds."""
-    mean, deviation = statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
-    return {"panel": panel, "series": series, "x": round(x, 4), "y": round(mean, 4),
-            "deviation": round(deviation, 4), "seeds": len(values)}
+    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+    return {"panel": panel, "series": series, "x": round(x, 4),
+            "y": round(statistics.mean(values), 4), "deviation": round(deviation, 4),
+            "seeds": len(values)}
 
 
 def drift_points(records):
@@ -419,10 +420,10 @@ def nme_points(records):
     for dataset in DATASETS[:3]:
         found = chosen(records, dataset, "lwf")
         for stored in (row for row in ordered_rows(found) if row.startswith("nme-")):
-            for row, series in (("ldc", "LDC"), ("oracle", "oracle, all stored"), (stored, "NME")):
+            for row, series in (("ldc", "LDC"), ("oracle", "oracle: all stored"), (stored, "NME")):
                 numbers = list(numbers_of(found, row=row).values())
                 if numbers:
-                    yield point(dataset, series.replace(",", ":"), int(stored[4:]), numbers)
+                    yield point(dataset, series, int(stored[4:]), numbers)
 
 
 def kde_points(records):
@@ -577,6 +578,9 @@ def section(scale, runs, only, folder):
         text += ["**All rows, A_last.**", "", *row_table(records, average),
                  "**Share of the gap closed, (row - none) / (oracle - none), in %.** The oracle "
                  "has all labels.", "", *row_table(records, gap_closed, COMPENSATORS)]
+    seen = [chosen(records, "cifar100", strategy)[:1] for strategy in ("lwf", "cassle")]
+    for r in sum(seen, []):
+        text += [f"The figures' {r['strategy']}: {r['what']}.", ""]
     for name in (name for name in FIGURES if name in only and (fitting or only == [name])):
         failed[name] = make_figure(name, records, folder / scale / "figures")
         place = f"{scale}/figures/{name}"

@@ -4015,6 +4015,8 @@ def test_every_flag_is_used_and_help_is_offline():
         uses = len(re.findall(rf"\b{action.dest}\b", source)) - source.count(f'"{action.dest}": ')
         assert action.dest == "help" or uses >= 1, action.dest
     used = set(re.findall(r'(?:settings|s|options|o)(?:\.|, ")([a-z_]+)', source))
+    for name in re.findall(r'self\.setting\("([a-z_]+)"', source):  # or first_<name>
+        used |= {name, "first_" + name}
     assert set(strategies.SETTINGS) <= used and set(ldc.OPTIONS) - {"projector"} <= used
 
 

@@ -3960,6 +3960,15 @@ def test_wrong_input_gets_one_sentence(flags, words, tmp_path, capsys, monkeypat
     assert not list(tmp_path.iterdir())  # no folder was made
 
 
+@pytest.mark.parametrize("flags", [["--stem", "wide"], ["--backbone", "resnet1"],
+                                   ["--weights", "nowhere.pt"], ["--image-size", "3"]])
+def test_flags_are_checked_before_an_image_is_decoded(flags, tmp_path, capsys):
+    fill(tmp_path / "mine", 0)
+    flags = ["--dataset", "folder", "--data-dir", str(tmp_path / "mine"), "--scale", "smoke", *flags]
+    assert ldc.main([*flags, "--out-dir", str(tmp_path / "runs")]) == 2
+    assert not (tmp_path / "mine" / ".cache").exists() and not (tmp_path / "runs").exists()
+
+
 def test_every_setting_has_a_range_and_its_preset_is_in_it():
     for name in strategies.STRATEGIES:
         for dataset in data.DATASETS:
@@ -3991,6 +4000,14 @@ def test_full_disk_is_one_sentence_and_leaves_no_temporary_file(tmp_path, capsys
     shown = capsys.readouterr().err
     assert "No space left on device" in shown and shown.count("\n") == 1
     assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_prototypes_that_are_not_finite_stop_the_run(tmp_path, capsys):
+    flags = [*SMOKE, "--limit", "5", "--out-dir", str(tmp_path), "--compensators", "none", "ldc"]
+    assert ldc.main([*flags, "--ldc-lr", "1e30"]) == 2
+    shown = capsys.readouterr().err
+    assert "the row ldc moved prototypes to values that are not finite" in shown
+    assert "Traceback" not in shown
 
 
 def test_without_git_the_commit_is_unknown(monkeypatch):

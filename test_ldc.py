@@ -4650,7 +4650,9 @@ def test_sentences_about_results_are_true():
     options = json.loads((folder / "lwf" / "seed0" / "args.json").read_text())["options"]
     assert options["ldc_lr"] == 5 * ldc.OPTIONS["ldc_lr"][0]  # "five times the paper's rate"
     if (folder / "lwf-rate").exists():  # --ldc-lr 0.001 --tag rate
-        sentences.append(f"at the paper's it ends at {recorded('lwf-rate', 'ldc', place='demo/demo'):.1f}")
+        last = recorded("lwf-rate", "ldc", place="demo/demo")
+        sentences.append(f"at the paper's it ends at {last:.1f}, below no compensation")
+        assert last < demo[0]
     sentences.append(f"their oracles end at {recorded('cassle', 'oracle'):.1f} and "
                      f"{recorded('pfr', 'oracle'):.1f}")
     pixels = [run["rows"]["1"]["pixels"]["A_last"] for run in report.load(HERE / "results")

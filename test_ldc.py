@@ -15,6 +15,7 @@ import re
 import shlex
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import threading
@@ -4602,7 +4603,7 @@ def recorded(strategy, row, metric="A_last", labels="1", place="small/cifar100")
     for path in sorted((HERE / "results" / place / strategy).glob("seed*/result.json")):
         rows = json.loads(path.read_text())["rows"][labels]
         values += [rows[row][metric]] if row in rows else []
-    return sum(values) / len(values)
+    return statistics.mean(values)  # as report.py rounds
 
 
 def gap(strategy, row, labels="1"):

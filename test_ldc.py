@@ -3809,6 +3809,7 @@ def test_replay_repeats_the_rows_of_the_run_that_kept_them(smoke, tmp_path, caps
     rows = metrics(smoke)["rows"]["1"]
     assert replayed["rows"]["1"] == {name: rows[name] for name in rows if name != "adc"}
     assert replayed["replay_of"] == str(folder) and replayed["finished"]
+    assert replayed["command"] == json.loads((smoke / "result.json").read_text())["command"]
 
 
 def test_replay_takes_other_rows_and_options(smoke, tmp_path, capsys, monkeypatch):

@@ -4655,6 +4655,10 @@ def test_sentences_about_results_are_true():
         last = recorded("lwf-rate", "ldc", place="demo/demo")
         sentences.append(f"at the paper's it ends at {last:.1f}, below no compensation")
         assert last < demo[0]
+    oracles = [recorded(name, "oracle", place="demo/demo") for name in ("cassle", "pfr")]
+    floor = recorded("pfr", "pixels", place="demo/demo")
+    sentences.append(f"raw pixels ({floor:.1f}): the oracles of CaSSLe and PFR end at "
+                     f"{oracles[0]:.1f} and {oracles[1]:.1f}")
     sentences.append(f"their oracles end at {recorded('cassle', 'oracle'):.1f} and "
                      f"{recorded('pfr', 'oracle'):.1f}")
     pixels = [run["rows"]["1"]["pixels"]["A_last"] for run in report.load(HERE / "results")

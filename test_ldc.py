@@ -2576,7 +2576,7 @@ def test_efc_steps_as_written(monkeypatch):
     for x, y in list(tasks[1].epoch(8, torch.Generator().manual_seed(0)))[:3]:
         loss = strategy.loss(x, y)
         _, feats, feats_old, labels, drawn, *_ = passed[-1]
-        agree(feats_old, strategy.teacher(x), 1e-5)
+        agree(feats_old, strategy.teacher["backbone"](x), 1e-5)
         assert torch.equal(labels[:8], y)
         if before is None:
             assert len(feats) == 8 and len(drawn) == strategy.settings.batch_size
@@ -3163,9 +3163,9 @@ def test_nncsl_groups_its_parameters_by_name():
     strategy = quick("nncsl")
     strategy.start(SimpleNamespace(index=0, classes=range(5),
                                    dataset=SimpleNamespace(num_classes=10)))
-    strategy.optimizer(Sized())
+    optimizer, _ = strategy.optimizer(Sized())
     names = {id(p): name for name, p in strategy.net.named_parameters()}
-    groups = strategy.lars.param_groups
+    groups = optimizer.param_groups
     scaled, plain, head = [{names[id(p)] for p in group["params"]} for group in groups]
     assert head == {"head.weight", "head.bias"} and "backbone.blocks.2.shortcut.1.weight" in scaled
     assert {"backbone.bn1.weight", "backbone.bn1.bias", "backbone.blocks.2.shortcut.1.bias",
@@ -3228,12 +3228,17 @@ def test_nncsl_optimises_as_published(loop, monkeypatch):
 def test_nncsl_schedule_moves_with_every_step():
     task, = short_tasks(1)
     strategy, rates = small_strategy("nncsl", first_epochs=2, warmup_epochs=1, batch_size=8), []
-    original = strategy.loss
-    def watched(*batch):
-        rates.append([group["lr"] for group in strategy.lars.param_groups])
-        return original(*batch)
+    fit, original = strategy.fit, strategy.loss
 
-    strategy.loss = watched
+    def watched_fit(task, optimizer, *others):
+        def watched(*batch):
+            rates.append([group["lr"] for group in optimizer.param_groups])
+            return original(*batch)
+
+        strategy.loss = watched
+        fit(task, optimizer, *others)
+
+    strategy.fit = watched_fit
     strategy.learn(task)
     s, steps = strategy.settings, 2 * (len(task) // 8)
     expected = [strategies.nncsl_lr(i, s.lr, steps, steps // 2, s.warmup_lr, s.final_lr)

@@ -3560,7 +3560,7 @@ def test_self_supervised_learning_floor(tmp_path):
     random_backbone = ldc.accuracy(ldc.ncm(test, prototypes), labels)
     for _ in range(2):
         learn_task(run)
-    assert rows_of(run)["none"]["accuracy"][0] > random_backbone + 6  # seen 9.5 and 10.3, by CPU
+    assert rows_of(run)["none"]["accuracy"][0] > random_backbone + 6  # 9.5 (torch 2.5), over 10
     for labels in ("0.25", "1"):
         none, moved, oracle = (rows_of(run, labels)[name] for name in ("none", "ldc", "oracle"))
         assert none["accuracy"][1] < moved["accuracy"][1] < oracle["accuracy"][1] + 1

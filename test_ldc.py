@@ -4150,7 +4150,7 @@ def test_listed_commands_parse_never_collide_and_fill_every_cell(scale):
     runs = [resolved(words) for words in listed(scale, "copied")]
     folders = [(a.scale, a.dataset, a.strategy, a.tag, *a.seed) for a in runs]
     assert len(set(folders)) == len(folders) and {a.scale for a in runs} == {scale}
-    for name, (_, _, cells) in report.TABLES.items():
+    for name, (_, _, cells, _) in report.TABLES.items():
         for _, _, words, _ in cells:
             place = words["dataset"], words["strategy"]
             found = [a for a in runs if (a.dataset, a.strategy) == place]
@@ -4319,16 +4319,12 @@ def fakes(tmp_path):
 
 
 def table_of(text, caption):
-    """{first cells: further cells} of the table below a caption; "" repeats the cell above."""
+    """{first cell: further cells} of the table below a caption."""
     lines = text[text.index(f"**{caption}"):].split("\n\n")[1].splitlines()[2:]
-    cells, name = {}, ""
-    for line in (line for line in lines if line.startswith("|")):
-        first, *rest = (part.strip() for part in line.strip("|").split("|"))
-        name = first or name
-        if rest[0].split(",")[0] in ("paper", "ours"):
-            cells[f"{name}, {rest[0]}"] = rest[1:]
-        else:
-            cells[name] = rest
+    cells = {}
+    for line in lines:
+        name, *rest = (part.strip() for part in line.strip("|").split("|"))
+        cells[name] = rest
     return cells
 
 
@@ -4364,9 +4360,11 @@ def test_tables_say_ours_the_papers_and_what_is_missing(fakes, capsys):
     assert three["NNCSL (500), ours, paper scale"] == ["30.0 (1)", ""]
     assert three["PASS, ours, paper scale"] == ["15.0 (1)", ""]
     assert three["LwF+NCM, ours, paper scale"] == ["", "41.0 ± 1.0 (3)"]
-    assert "Not run at this scale: Table 2; Table 4; Table 6." in text
+    assert text.count(".** Not run.") == 3 and "**Table 2. " in text and "**Table 6. " in text
     assert "efc/seed0/result.json is no result of ldc.py" in capsys.readouterr().err
-    assert "99.0" not in text and "Unfinished: cifar100 lwf seed 3, 3 of 10 tasks." in text
+    ran = table_of(text, "What was run")
+    assert "99.0" not in text and ran["cifar100/lwf, paper scale, 3 of 10 tasks"][0] == "3"
+    assert ran["cifar100/lwf, paper scale"] == ["0 1 2", "?", "60"]
 
 
 def test_all_rows_and_the_share_of_the_gap(fakes):
@@ -4381,8 +4379,6 @@ def test_all_rows_and_the_share_of_the_gap(fakes):
     assert rows["cifar100 nncsl, paper scale, 5 % of the labels, buffer 500 (1)"][0] == "30.0"
     # ldc - none = 5, 5, 8 of a gap of 20
     assert table_of(text, "Share of the gap")[lwf] == ["0 ± 5", "30 ± 9", "10 ± 5"]
-    ran = table_of(text, "What was run")
-    assert ran["cifar100/lwf, paper scale"] == ["0 1 2", "?", "cpu", "1", "60"]
 
 
 def test_draws_of_labels_are_averaged_and_a_seed_counts_once(tmp_path):
@@ -4426,7 +4422,7 @@ def test_table_2_takes_a_file_of_weights_and_the_smoke_test(scale, weights, more
     fake_run(folder, 0, dataset="cars", strategy="finetune", scale=scale, flags=flags, **more,
              settings={"weights": weights}, rows={"none": 50.0, "sdc": 51.0, "ldc": 60.0})
     text = report_of(tmp_path)
-    assert ("**Table 2" in text) == shown and ("62.9" in text) == (scale == "paper" and shown)
+    assert ("FT+LDC, ours" in text) == shown and ("62.9" in text) == (scale == "paper" and shown)
     if shown:
         table = table_of(text, "Table 2")
         ours = [cells for name, cells in table.items() if "FT+LDC, ours" in name]
@@ -4455,15 +4451,16 @@ def test_the_papers_values_stand_beside_the_papers_protocol_alone(flags, more, t
     folder = tmp_path / "paper" / "cifar100"
     rows = {"none": 40.0, "ldc": 45.0, "oracle": 50.0}
     other = fake_run(folder / "lwf-other" / "seed1", 1, flags=flags, rows=rows, **more)
-    assert "paper A_last" not in report.run_table([other])
+    assert "paper's A_last" not in report.run_table([other])
     text = report_of(tmp_path)
-    assert "| paper " not in text
+    assert not re.search(r", paper +\|", text)
     ours = fake_run(folder / "lwf" / "seed0", 0, rows={"none": 41.0, "ldc": 46.0, "oracle": 51.0})
-    assert "45.4 / 59.5" in report.run_table([ours])
+    assert "45.4±2.8" in report.run_table([ours])
     text = report_of(tmp_path)
-    assert table_of(text, "Table 1")["LwF+LDC, ours, paper scale"][0] == "46.0 (1)"
-    named = "Not the paper's protocol, so not in its tables: cifar100 lwf" in text
-    assert named or flags == "--generated"
+    table = table_of(text, "Table 1")
+    assert [table[f"LwF+LDC, {whose}"][0] for whose in ("paper", "ours, paper scale")] == [
+        "45.4 ± 2.8", "46.0 (1)"]
+    assert "Not the paper's protocol, so not in its tables: cifar100 lwf" in text
 
 
 def read_csv(path):
@@ -4485,10 +4482,10 @@ def test_figures_are_drawn_from_the_points_in_their_csv_files(fakes):
         assert (figures / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
     points = {name: read_csv(figures / f"{name}.csv") for name in report.FIGURES}
     drift = {(p["panel"], p["series"], p["x"]): float(p["y"]) for p in points["fig-drift"]}
-    assert drift["LwF", "tasks 1-3: LDC", "10"] == 9
-    assert drift["LwF", "tasks 1-2: joint training", "2"] == 71
-    assert ("LwF", "tasks 1-3: no compensation", "2") not in drift
-    assert {key[0] for key in drift} == {"LwF"}
+    assert drift["LwF: tasks 1-3", "LDC", "10"] == 9
+    assert drift["LwF: tasks 1-2", "joint training", "2"] == 71
+    assert ("LwF: tasks 1-3", "no compensation", "2") not in drift
+    assert {key[0] for key in drift} == {"LwF: tasks 1-2", "LwF: tasks 1-3"}
     nme = {(p["panel"], p["series"], p["x"]): p for p in points["fig-nme"]}
     assert float(nme["cifar100", "NME", "5"]["y"]) == 42
     assert nme["cifar100", "LDC", "5"]["seeds"] == "3"
@@ -4532,7 +4529,7 @@ def test_tables_need_neither_torch_nor_matplotlib(fakes, monkeypatch, capsys):
     assert done.returncode == 0, done.stderr
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert report.main([str(fakes), "--only", "table5", "fig-nme"]) == 1
-    missing = "fig-nme is not drawn: matplotlib is missing (pip install matplotlib)."
+    missing = "**fig-nme.** Not drawn: matplotlib is missing (pip install matplotlib)."
     assert missing in capsys.readouterr().err
     assert "Table 5" in (fakes / "README.md").read_text()
     assert (fakes / "paper" / "figures" / "fig-nme.csv").exists()

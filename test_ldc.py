@@ -1570,11 +1570,15 @@ def test_wrong_choices_get_one_sentence(name, setting):
 
 
 @pytest.mark.parametrize("name", list(strategies.STRATEGIES))
-def test_every_strategy_is_exemplar_free_or_says_so(name):
+def test_every_strategy_is_exemplar_free_or_says_so(name, tmp_path):
     """While task t is learnt and compensated, no image of an earlier task is read, except by a
     strategy that declares it."""
     dataset = data.load("demo", limit=20)
-    stream, strategy = data.TaskStream(dataset, tasks=10), small_strategy(name)
+    rows = ldc.ROWS_BY_STRATEGY.get(name, ldc.LIGHT_ROWS)
+    free = [row for row in rows if row not in ldc.OLD_IMAGE_ROWS]
+    run = open_run("--strategy", name, "--scale", "smoke", "--tasks", "10", "--out-dir", str(tmp_path),
+                   "--device", "cpu", "--compensators", *free, dataset=dataset)
+    stream, strategy = run.stream, run.strategy
     read, images_of = set(), dataset.train_images
 
     def watched(c):
@@ -1582,10 +1586,6 @@ def test_every_strategy_is_exemplar_free_or_says_so(name):
         return images_of(c)
 
     dataset.train_images = dataset.train_clean_images = watched
-    options = SimpleNamespace(**ldc.resolve_options("demo", "lwf", "smoke", {}))
-    rows = ldc.ROWS_BY_STRATEGY.get(name, ldc.LIGHT_ROWS)
-    free = [row for row in rows if row not in ldc.OLD_IMAGE_ROWS]
-    run = ldc.Run(strategy, stream, options, free, 0)
     for t in range(2):
         read.clear()
         learn_task(run)
@@ -3425,13 +3425,13 @@ def test_compensators_stay_on_one_device(name, fake_cuda):
 # Label sets
 
 
-def test_label_sets_share_one_backbone():
+def test_label_sets_share_one_backbone(tmp_path):
     """Draws with other seeds and Table 6's stored features: prototypes of each set are the means of
     its own images."""
-    stream = data.TaskStream(data.load("demo", limit=20), tasks=10)
-    options = SimpleNamespace(**ldc.resolve_options("demo", "cassle", "smoke", {}))
-    run = ldc.Run(small_strategy("cassle"), stream, options, ["none", "ldc", "oracle"], 0,
-                  label_seeds=[0, 7])
+    run = open_run("--strategy", "cassle", "--scale", "smoke", "--tasks", "10", "--limit", "20",
+                   "--label-seeds", "0", "7", "--device", "cpu", "--out-dir", str(tmp_path),
+                   "--compensators", "none", "ldc", "oracle")
+    stream = run.stream
     learn_task(run)
     means = {}
     for row in run.rows:
@@ -3494,11 +3494,12 @@ def quick_run(tmp_path_factory):
     return out / "smoke" / "demo" / "lwf" / "seed0"
 
 
-def open_run(*flags):
+def open_run(*flags, dataset=None):
     """A run as the command line would make it, without its files."""
     args = ldc.build_parser().parse_args(list(flags))
     ldc.resolve(args)
-    return ldc.open_run(args, ldc.open_data(args), args.seed[0])
+    loaded = ldc.open_data(args)
+    return ldc.Run(args, dataset or loaded, args.seed[0])
 
 
 def learn_task(run):

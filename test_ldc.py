@@ -3594,7 +3594,7 @@ def test_result_files(smoke):
     assert log[-1]["accuracy"]["1"]["ldc"] == rows["ldc"]["A_last"]
     checkpoint = torch.load(smoke / "checkpoint-3.pt", weights_only=True)
     kept = next(row for row in checkpoint["rows"] if row["name"] == "ldc")
-    assert checkpoint["tasks_done"] == 3 and kept["store"]["means"].shape == (50, 64)
+    assert kept["store"]["means"].shape == (50, 64)
     assert [path.name for path in smoke.glob("checkpoint*")] == ["checkpoint-3.pt"]
     content = (smoke / "checkpoint-3.pt").read_bytes()
     assert result["sha256"] == hashlib.sha256(content).hexdigest()
@@ -3922,7 +3922,7 @@ BAD_FLAGS = [
 BAD_NUMBERS = {  # kind of setting -> values out of range, and the flags of that kind
     "0 to 4294967295": (["-1", "4294967296"], ["--seed", "--label-seeds"]),
     "at least 1": (["0", "-3"], [
-        "--tasks", "--first-classes", "--limit", "--image-size", "--workers", "--batch-size",
+        "--tasks", "--first-classes", "--limit", "--image-size", "--batch-size",
         "--width", "--epochs", "--first-epochs", "--ldc-epochs", "--ldc-batch-size", "--adc-steps",
         "--adc-images"]),
     "at least 0": (["-1"], ["--ldc-passes", "--milestones"]),
@@ -4546,7 +4546,7 @@ def test_a_single_task_can_be_reported(tmp_path):
 
 
 def recorded_folders():
-    return sorted(path.parent for path in (HERE / "results").rglob("args.json"))
+    return sorted(path.parent for path in (HERE / "results").rglob("result.json"))
 
 
 FIXED = {  # settings of an earlier version, and the values that the code has now
@@ -4558,15 +4558,12 @@ FIXED = {  # settings of an earlier version, and the values that the code has no
 
 @pytest.mark.parametrize("folder", recorded_folders(), ids=lambda f: "-".join(f.parts[-4:]))
 def test_recorded_commands_still_mean_what_was_run(folder):
-    """The command in result.json resolves to the settings in args.json: no preset has moved."""
-    recorded = json.loads((folder / "args.json").read_text())
-    result = json.loads((folder / "result.json").read_text())
-    args = ldc.build_parser().parse_args(shlex.split(result["command"])[2:])
+    """The command in result.json resolves to the settings beside it: no preset has moved."""
+    recorded = json.loads((folder / "result.json").read_text())
+    args = ldc.build_parser().parse_args(shlex.split(recorded["command"])[2:])
     ldc.resolve(args)
-    for name in ("digest", "class_list"):  # of an earlier version
-        recorded.pop(name, None)
-    assert result["finished"] and all(result[name] == value for name, value in recorded.items())
-    assert recorded["seed"] in args.seed and set(recorded["compensators"]) <= set(args.compensators)
+    assert recorded["finished"] and recorded["seed"] in args.seed
+    assert set(recorded["compensators"]) <= set(args.compensators)
     for name, value in {**recorded["settings"], **recorded["options"]}.items():
         if name in FIXED:
             assert value in FIXED[name], name
@@ -4644,7 +4641,7 @@ def test_sentences_about_results_are_true():
     sentences.append(words.format(*demo))
     assert demo[2] > demo[1]
     folder = HERE / "results" / "demo" / "demo"
-    options = json.loads((folder / "lwf" / "seed0" / "args.json").read_text())["options"]
+    options = json.loads((folder / "lwf" / "seed0" / "result.json").read_text())["options"]
     assert options["ldc_lr"] == 5 * ldc.OPTIONS["ldc_lr"][0]  # "five times the paper's rate"
     if (folder / "lwf-rate").exists():  # --ldc-lr 0.001 --tag rate
         last = recorded("lwf-rate", "ldc", place="demo/demo")

@@ -935,14 +935,13 @@ def test_odd_but_good_folders_simply_work(tmp_path):
 def test_bad_arguments_are_one_sentence(tmp_path):
     make_tree(tmp_path)
     for arguments, sentence in (
-            (dict(name="mnist"), "unknown data set mnist"),
             (dict(name="folder", image_size=7), "--image-size 7"),
             (dict(name="folder", image_size=0), "--image-size 0"),
             (dict(name="folder", image_size=1025), "--image-size 1025"),
             (dict(name="cifar100", image_size=64), "--image-size 64 with --dataset cifar100"),
             (dict(name="folder", data_dir=tmp_path / "nowhere"), "nowhere/train/<class>"),
             (dict(name="cars"), "stanford_cars/train/<class>"),
-            (dict(name="imagenet100"), "3 classes of ImageNet found: expected all 1000, or 100")):
+            (dict(name="imagenet100"), "imagenet100/train/<class>")):
         with pytest.raises(data.UserError, match=sentence):
             data.load(**{"data_dir": tmp_path, **arguments})
     dataset = data.load("folder", tmp_path, image_size=8)
@@ -1080,12 +1079,12 @@ def test_imagenet100_is_the_subset_of_seed_1993(tmp_path):
     for name in chosen:
         for split in ("train", "val"):
             save(tmp_path / "imagenet" / split / name / "a.JPEG", size=(8, 6))
-    find = data.DATASETS["imagenet100"].find
-    names, train, test = find(tmp_path)
+    roots = data.DATASETS["imagenet100"].roots
+    names, train, test = data.find_by_class(tmp_path, roots)
     assert names == chosen and len(train) == len(test) == 100
     classes = [f"k{i:03d}" for i in range(100)]
     tree = make_tree(tmp_path / "imagenet100", classes, 1, 1, "val", size=(4, 4))
-    assert find(tree.parent)[0] == classes  # as they are
+    assert data.find_by_class(tree.parent, roots)[0] == classes  # as they are
 
 
 @pytest.mark.parametrize("root", ["stanford_cars", "cars", "car_data/car_data"])

@@ -3186,7 +3186,8 @@ def test_nncsl_optimises_as_published(loop, monkeypatch):
     monkeypatch.setattr(strategies.Nncsl, "loss", loss)
     monkeypatch.setattr(strategies.Nncsl, "batches", lambda self, task, generator: task.epoch())
     monkeypatch.setattr(strategies.Nncsl, "visible", lambda self, task: task)
-    monkeypatch.setattr(strategies.Nncsl, "labelled_images", lambda self, task: (None, None))
+    monkeypatch.setattr(strategies.Nncsl, "labelled_images",
+                        lambda self, task: (task.images[:1], task.labels[:1]))
     strategy, tasks, starts, _ = loop("nncsl", first_epochs=3, epochs=3, warmup_epochs=1,
                                       buffer_size=0, weight_decay=1e-2, lr=0.6)
     net = copy.deepcopy(strategy.net)

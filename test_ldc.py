@@ -3607,8 +3607,7 @@ def test_result_files(smoke):
     assert log[0]["command"].startswith("python ldc.py --scale smoke")
     assert log[-1]["accuracy"]["1"]["ldc"] == rows["ldc"]["A_last"]
     checkpoint = torch.load(smoke / "checkpoint-3.pt", weights_only=True)
-    kept = next(row for row in checkpoint["rows"] if row["name"] == "ldc")
-    assert kept["store"]["means"].shape == (50, 64)
+    assert checkpoint["stores"]["1"]["ldc"]["means"].shape == (50, 64)
     assert [path.name for path in smoke.glob("checkpoint*")] == ["checkpoint-3.pt"]
     content = (smoke / "checkpoint-3.pt").read_bytes()
     assert result["sha256"] == hashlib.sha256(content).hexdigest()

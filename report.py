@@ -324,9 +324,10 @@ def drift_points(records):
     panels = {"LwF": ("lwf", "1", "joint"), "CaSSLe": ("cassle", "0.25", "joint-ssl")}
     for panel, (strategy, labels, joint) in panels.items():
         found = select(chosen(records, "cifar100", strategy), labels=labels)
+        union = select(chosen(records, "cifar100", joint), labels="1")
         series = {"no compensation": select(found, row="none"), "LDC": select(found, row="ldc"),
                   "oracle": select(found, row="oracle"),
-                  "joint training": select(chosen(records, "cifar100", joint), row="oracle")}
+                  "joint training": select(union, row="oracle")}
         for first in ("2", "3"):
             for name, part in series.items():
                 curves = {r["seed"]: r["first_tasks"][first] for r in part}.values()

@@ -3083,7 +3083,7 @@ def test_nncsl_buffer(size):
     assert y.tolist() == expected * 3 and len(s1) == len(s2) == len(y)
 
 
-def test_nncsl_support_is_distinct_where_there_are_enough_labels():
+def test_nncsl_support_is_distinct_where_there_are_enough_labels(monkeypatch):
     """Three images of each class, in two views and no more."""
     task, = short_tasks(1)
     strategy, seen, multi_crop = quick("nncsl", label_fraction=0.5), [], task.multi_crop
@@ -3093,7 +3093,7 @@ def test_nncsl_support_is_distinct_where_there_are_enough_labels():
         seen.append((images, small))
         return multi_crop(images, generator, small)
 
-    task.multi_crop = spy
+    monkeypatch.setattr(task.dataset, "multi_crop", spy)
     one_batch(strategy, task)
     support, small = seen[-1]
     support = support.unflatten(0, (3, -1))

@@ -1291,6 +1291,52 @@ def test_closed_form_keeps_directions_that_no_image_excites():
     assert torch.allclose(moved[0, 5:], torch.ones(3), atol=1e-5)  # shrinking towards zero would delete them
 
 
+def drifting_networks(tasks, width=32):
+    """ReLU networks whose weights walk at random, and each task's images, with their two classes."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(20, width, generator=generator)
+    networks, images = [], []
+    for _ in range(tasks):
+        networks.append(lambda x, w=weight: F.relu(x @ w))
+        weight = weight + 0.4 * torch.randn(20, width, generator=generator)
+        centres = torch.randn(2, 1, 20, generator=generator)
+        images.append(centres + 0.7 * torch.randn(2, 400, 20, generator=generator))
+    return networks, images
+
+
+def test_direct_update_regresses_the_drift_on_every_network_that_saw_the_class():
+    networks, images = drifting_networks(4)
+    now = images[-1].flatten(0, 1)
+    *history, feats_new = [f(now) for f in networks]
+    sources = [torch.cat([f(images[k]).mean(1) for f in networks[:k + 1]], 1) for k in range(3)]
+    moved = ldc.direct_update(sources, history, feats_new, ridge=0.01)
+    for k in range(3):
+        inputs = torch.cat(history[:k + 1], 1).double()
+        shrink = 0.01 * (inputs.T @ inputs).diagonal().mean() * torch.eye(inputs.shape[1])
+        drift = (feats_new - history[k]).double()
+        W = torch.linalg.inv(inputs.T @ inputs + shrink) @ inputs.T @ drift
+        expected = networks[k](images[k]).mean(1) + (sources[k].double() @ W).float()
+        assert torch.allclose(moved[2 * k:2 * k + 2], expected, atol=1e-4)
+
+
+def test_direct_update_ends_nearer_to_the_truth_than_a_chain_of_maps():
+    networks, images = drifting_networks(8)
+    chained = torch.empty(0, 32)
+    sources, history = [], []
+    for t, batch in enumerate(images):
+        now = batch.flatten(0, 1)
+        *history, feats_new = [f(now) for f in networks[:t + 1]]
+        if t:
+            chained = ldc.fit_projector(history[-1], feats_new, solver="ridge")(chained)
+            direct = ldc.direct_update(sources, history, feats_new)
+        every = torch.cat([*history, feats_new], 1).view(2, -1, 32 * (t + 1))
+        sources.append(every.mean(1))
+        chained = torch.cat([chained, sources[-1][:, -32:]])
+    truth = torch.cat([networks[-1](batch).mean(1) for batch in images[:-1]])
+    error = [(1 - F.cosine_similarity(p, truth)).mean() for p in (direct, chained[:-2])]
+    assert error[0] < 0.6 * error[1]
+
+
 def test_sdc_equals_the_double_loop_of_its_equations():
     prototypes, old, new = torch.rand(4, 6), torch.rand(9, 6), torch.rand(9, 6)
     for unit in (False, True):

@@ -215,7 +215,8 @@ def paper_table(caption, columns, cells, note, records):
 
 
 ROWS = ("pixels head none sdc sdc-unit adc ldc ldc+bias ldc+relu ldc-mlp ldc-eye ldc-ridge "
-        "ldc-ridge+lda nme-1 nme-5 nme-10 nme-20 nme-50 oracle oracle+lda").split()
+        "ldc-ridge+lda ldc-direct ldc-direct+lda nme-1 nme-5 nme-10 nme-20 nme-50 oracle "
+        "oracle+lda").split()
 COMPENSATORS = r"(?!pixels$|head$|none$|oracle$|nme-|.*\+lda$).*"
 
 
@@ -288,7 +289,7 @@ def run_table(results):
     text = []
     for heading, part in experiments(records).items():
         run, lines = part[0]["run"], []
-        paper = follows_paper(run) and run["scale"] != "smoke"
+        paper = follows_paper(run) and run["finished"] and run["scale"] != "smoke"
         for row in ordered_rows(part):
             numbers = [numbers_of(part, metric, row=row).values() for metric in metrics]
             curve = [f"{statistics.mean(values):.1f}" for values in numbers[:-2]]

@@ -1044,6 +1044,20 @@ def test_tinyimagenet_reads_the_classes_of_val_from_its_text_file(tmp_path, caps
         data.load("tinyimagenet", tmp_path)
 
 
+def test_tinyimagenet_with_val_sorted_into_class_folders(tmp_path):
+    root = tmp_path / "tiny-imagenet-200"
+    make_tiny(root)
+    before = data.load("tinyimagenet", tmp_path)
+    for line in (root / "val" / "val_annotations.txt").read_text().splitlines():
+        image, name, *_ = line.split("\t")
+        (root / "val" / name).mkdir(exist_ok=True)
+        (root / "val" / "images" / image).rename(root / "val" / name / image)
+    (root / "val" / "images").rmdir()
+    after = data.load("tinyimagenet", tmp_path)
+    for c in range(2):
+        assert torch.equal(before.test_images(c), after.test_images(c))
+
+
 def test_tinyimagenet_download(tmp_path, monkeypatch):
     make_tiny(tmp_path / "tiny-imagenet-200")
     with zipfile.ZipFile(tmp_path / "t.zip", "w") as archive:
@@ -1334,7 +1348,7 @@ def test_direct_update_ends_nearer_to_the_truth_than_a_chain_of_maps():
         chained = torch.cat([chained, sources[-1][:, -32:]])
     truth = torch.cat([networks[-1](batch).mean(1) for batch in images[:-1]])
     error = [(1 - F.cosine_similarity(p, truth)).mean() for p in (direct, chained[:-2])]
-    assert error[0] < 0.6 * error[1]
+    assert error[0] < 0.6 * error[1]  # seen 0.49
 
 
 def test_sdc_equals_the_double_loop_of_its_equations():
@@ -3472,8 +3486,10 @@ def test_compensators_stay_on_one_device(name, fake_cuda):
     cuda = functools.partial(torch.rand, device="cuda")
     W = cuda(12, 6)
     old, new = (lambda x: x.flatten(1) @ W), (lambda x: x.flatten(1) @ W.cos())
-    drift = ldc.Drift(old, new, CudaTask(), cuda(40, 6), SimpleNamespace(**options))
-    moved = ldc.COMPENSATORS[name](cuda(3, 6), drift)
+    drift = ldc.Drift(old, new, CudaTask(), cuda(40, 6), SimpleNamespace(**options),
+                      history=[cuda(40, 8)])
+    prototypes = [cuda(3, 8)] if name in ldc.HISTORY_ROWS else cuda(3, 6)
+    moved = ldc.COMPENSATORS[name](prototypes, drift)
     assert moved.shape == (3, 6) and moved.device.type == "cuda"
     assert ldc.ncm(cuda(5, 6), moved).device.type == "cuda"
     assert ldc.lda(cuda(5, 6), moved, cuda(6, 6).double()).device.type == "cuda"
@@ -3636,7 +3652,8 @@ def test_result_files(smoke):
     assert result["finished"] and result["tasks_done"] == 3
     assert sorted(result["class_order"]) == list(range(50))
     rows = result["rows"]["1"]
-    assert set(ldc.COMPENSATORS) | {"ldc-ridge+lda", "oracle+lda", "pixels"} == set(rows)
+    whitened = {f"{name}+lda" for name in ldc.LDA_ROWS}
+    assert {*ldc.COMPENSATORS, *whitened, "pixels"} == set(rows)
     for name, row in rows.items():
         assert [len(line) for line in row["matrix"]] == [1, 2, 3]
         assert name == "pixels" or len(row["oracle_distance"][2]) == 50

@@ -1135,20 +1135,30 @@ def test_real_tinyimagenet_and_cars():
     assert all(24 <= n <= 68 for split in counts(cars) for n in split)
 
 
-# ------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The method: parity with the original implementations, equations against naive loops
 
-GOLDEN = np.load(HERE / "test_ldc.npz")  # numbers that the original implementations computed; keys are <piece>/<array>
+# Numbers that the original implementations computed; keys are <piece>/<array>.
+GOLDEN = np.load(HERE / "test_ldc.npz")
 
 
 def golden(piece):
     """The arrays of one piece as tensors, by name."""
-    arrays = {key.split("/", 1)[1]: GOLDEN[key] for key in GOLDEN.files if key.startswith(piece + "/")}
-    return {key: torch.from_numpy(array) for key, array in arrays.items() if array.dtype.kind != "U"}
+    tensors = {}
+    for key in GOLDEN.files:
+        if not key.startswith(piece + "/"):
+            continue
+        array = GOLDEN[key]
+        if array.dtype.kind != "U":  # text
+            tensors[key.removeprefix(piece + "/")] = torch.from_numpy(array)
+    return tensors
 
 
 def agree(ours, theirs, tolerance=1e-4):
-    """Largest difference at most `tolerance` of the largest magnitude; every mistake we know of is larger."""
+    """The largest difference is at most `tolerance` times the largest magnitude.
+
+    Every mistake we know of is larger.
+    """
     ours, theirs = ours.detach().double(), theirs.double()
     assert ours.shape == theirs.shape
     assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max()
@@ -1173,14 +1183,16 @@ def test_golden_sdc():
 def test_golden_ncm():
     g = golden("ncm")
     assert torch.equal(ldc.ncm(g["features"], g["prototypes"]), g["pred"])
-    assert torch.equal(ldc.ncm(g["features"], g["prototypes"], "euclidean"), g["pred_raw_euclidean"])
+    euclidean = ldc.ncm(g["features"], g["prototypes"], "euclidean")
+    assert torch.equal(euclidean, g["pred_raw_euclidean"])
 
 
 def test_golden_ldc_linear():
     g = golden("ldc_linear")
     projector = nn.Linear(16, 16, bias=False)
     projector.weight.data = g["W_init"].clone()
-    pairs = list(zip(g["F_old"].split(int(g["batch_size"])), g["F_new"].split(int(g["batch_size"]))))
+    batch_size = int(g["batch_size"])
+    pairs = list(zip(g["F_old"].split(batch_size), g["F_new"].split(batch_size)))
     ldc.train_projector(projector, lambda: pairs, int(g["epochs"]), g["lr"].item())
     agree(projector.weight, g["W_final"])
     agree(projector(g["prototypes"]), g["projected"])
@@ -1193,15 +1205,21 @@ def test_golden_adc():
         w1, b1, w2, b2 = (g[f"{which}_{name}"] for name in ("W1", "b1", "W2", "b2"))
         return lambda x: F.relu(F.linear(F.relu(F.linear(x.flatten(1), w1, b1)), w2, b2))
 
-    moved = ldc.adc_update(g["prototypes"], g["images"], network("old"), network("new"), alpha=g["alpha"].item(),
-                           steps=int(g["iterations"]), nearest=int(g["sample_limit"]))
+    moved = ldc.adc_update(
+        g["prototypes"], g["images"], network("old"), network("new"), alpha=g["alpha"].item(),
+        steps=int(g["iterations"]), nearest=int(g["sample_limit"]))
     agree(moved, g["updated"])
 
 
 def real_drift():
-    """One real step of an LwF backbone on CIFAR-100, features kept in 8 bits: paired features, prototypes, a scorer."""
+    """One real step of an LwF backbone on CIFAR-100, its features kept in 8 bits.
+
+    Returns paired features, prototypes, a function that scores moved prototypes, and the arrays.
+    """
     g = golden("real_drift")
-    old, new, test = (g[name] * g[f"{name}_scale"] for name in ("feats_old", "feats_new", "test_feats"))
+    old = g["feats_old"] * g["feats_old_scale"]
+    new = g["feats_new"] * g["feats_new_scale"]
+    test = g["test_feats"] * g["test_feats_scale"]
 
     def accuracy(moved):
         prototypes = torch.cat([moved, g["oracle"][50:]])
@@ -1211,29 +1229,45 @@ def real_drift():
 
 
 def test_golden_real_drift():
-    """Each estimator reaches the accuracy that an independent computation reached, and the paper's order shows."""
+    """Each estimator is as accurate as an independent computation; the paper's order shows."""
     old, new, prototypes, accuracy, g = real_drift()
-    closed = {r: accuracy(ldc.fit_projector(old, new, solver="ridge", ridge=r)(prototypes)) for r in (1e-9, 0.01, 0.1)}
-    adam = {}
-    for kind, seed in ((kind, seed) for kind in ("linear", "eye") for seed in range(3)):
-        torch.manual_seed(seed)
-        adam.setdefault(kind, []).append(accuracy(ldc.fit_projector(old, new, projector=kind)(prototypes)))
-    reached = {"none": accuracy(prototypes), "oracle": accuracy(g["oracle"][:50]),
-               "sdc_sigma0.3": accuracy(ldc.sdc_update(prototypes, old, new, 0.3)),
-               "sdc_sigma1.0": accuracy(ldc.sdc_update(prototypes, old, new, 1.0)), "least_squares": closed[1e-9],
-               "ridge_identity_0.01": closed[0.01], "ridge_identity_0.1": closed[0.1],
-               "ldc_adam_default_init": sum(adam["linear"]) / 3, "ldc_adam_identity_init": sum(adam["eye"]) / 3}
-    for name, value in reached.items():  # 0.12 points are seven of the 6,000 images: what the 8 bits cost
+
+    def closed_form(ridge):
+        p_F = ldc.fit_projector(old, new, solver="ridge", ridge=ridge)
+        return accuracy(p_F(prototypes))
+
+    def adam(kind):
+        reached = []
+        for seed in range(3):
+            torch.manual_seed(seed)
+            p_F = ldc.fit_projector(old, new, projector=kind)
+            reached.append(accuracy(p_F(prototypes)))
+        return sum(reached) / 3
+
+    reached = {
+        "none": accuracy(prototypes),
+        "oracle": accuracy(g["oracle"][:50]),
+        "sdc_sigma0.3": accuracy(ldc.sdc_update(prototypes, old, new, 0.3)),
+        "sdc_sigma1.0": accuracy(ldc.sdc_update(prototypes, old, new, 1.0)),
+        "least_squares": closed_form(1e-9),
+        "ridge_identity_0.01": closed_form(0.01),
+        "ridge_identity_0.1": closed_form(0.1),
+        "ldc_adam_default_init": adam("linear"),
+        "ldc_adam_identity_init": adam("eye")}
+    for name, value in reached.items():
+        # 0.12 points are seven of the 6,000 images: what the 8 bits cost
         assert abs(value - g[f"accuracy/{name}"].item()) < 0.12, name
-    assert reached["none"] + 0.5 < reached["ldc_adam_default_init"] < reached["ldc_adam_identity_init"] < reached["least_squares"] \
-        < reached["oracle"]
+    assert reached["none"] + 0.5 < reached["ldc_adam_default_init"]
+    assert reached["ldc_adam_default_init"] < reached["ldc_adam_identity_init"]
+    assert reached["ldc_adam_identity_init"] < reached["least_squares"] < reached["oracle"]
 
 
 def test_adam_from_the_identity_comes_nearer_to_the_closed_form():
-    """Why ldc-eye: the paper's 20 epochs at 1e-3 leave a random start far from the solution of Eq. 1 in 128 dimensions.
+    """Why ldc-eye: in 128 dimensions, the paper's 20 epochs at 1e-3 from a random start end far
+    from the solution of Eq. 1.
 
-    Adam moves a weight by 0.8 at most in these 800 steps. The same drift spread over the paper's 512 dimensions needs smaller
-    weights, and a random start suffices.
+    Adam moves a weight by 0.8 at most in these 800 steps. The same drift spread over the paper's
+    512 dimensions needs smaller weights, and a random start suffices.
     """
     old, new, _, _, _ = real_drift()
     least = (ldc.fit_projector(old, new, solver="ridge")(old) - new).square().sum()
@@ -1250,12 +1284,17 @@ def test_adam_from_the_identity_comes_nearer_to_the_closed_form():
 
 
 def toy(matrix, shift, spread=0.5):
-    """The paper's toy figure: class 1's mean must be found in the new space from the images of the other classes alone."""
+    """The paper's toy figure: where is class 1's mean after a drift that only the images of the
+    other classes show?
+
+    Returns its prototype (1, 2), their features before and after (800, 2), and the true mean (2,).
+    """
     generator = torch.Generator().manual_seed(0)
     centres = torch.tensor([[-2.0, 2.0], [3.0, -1.0], [1.0, 3.0]])
     points = centres[:, None] + spread * torch.randn(3, 400, 2, generator=generator)
     old = points[1:].flatten(0, 1)
-    return points[0].mean(0, keepdim=True), old, old @ matrix + shift, (points[0] @ matrix + shift).mean(0)
+    truth = (points[0] @ matrix + shift).mean(0)
+    return points[0].mean(0, keepdim=True), old, old @ matrix + shift, truth
 
 
 def test_toy_translation_is_found_by_sdc_and_ldc():
@@ -1268,22 +1307,28 @@ def test_toy_translation_is_found_by_sdc_and_ldc():
 
 def test_toy_rotation_and_scaling_is_found_by_ldc_only():
     angle = math.radians(50)
-    matrix = 1.6 * torch.tensor([[math.cos(angle), math.sin(angle)], [-math.sin(angle), math.cos(angle)]])
+    cos = math.cos(angle)
+    sin = math.sin(angle)
+    matrix = 1.6 * torch.tensor([[cos, sin], [-sin, cos]])
     prototype, old, new, truth = toy(matrix, torch.zeros(2))
-    assert (ldc.fit_projector(old, new, epochs=200, lr=1e-2)(prototype) - truth).norm() < 0.02
-    assert (ldc.fit_projector(old, new, solver="ridge", ridge=1e-6)(prototype) - truth).norm() < 1e-3
+    by_adam = ldc.fit_projector(old, new, epochs=200, lr=1e-2)
+    assert (by_adam(prototype) - truth).norm() < 0.02
+    closed_form = ldc.fit_projector(old, new, solver="ridge", ridge=1e-6)
+    assert (closed_form(prototype) - truth).norm() < 1e-3
     assert (ldc.sdc_update(prototype, old, new, 0.3) - truth).norm() > 1
     assert (ldc.sdc_update(prototype, old, new, 0.3, unit=True) - truth).norm() > 0.5
 
 
 def test_zero_drift_leaves_prototypes_where_they_are():
     feats, prototypes = torch.rand(300, 12), torch.rand(5, 12)
-    assert torch.allclose(ldc.fit_projector(feats, feats, solver="ridge")(prototypes), prototypes, atol=1e-6)
+    p_F = ldc.fit_projector(feats, feats, solver="ridge")
+    assert torch.allclose(p_F(prototypes), prototypes, atol=1e-6)
     assert torch.equal(ldc.sdc_update(prototypes, feats, feats, 0.3), prototypes)
     identity = nn.Flatten()
     images = torch.rand(30, 3, 2, 2)
     assert torch.allclose(ldc.adc_update(prototypes, images, identity, identity), prototypes)
-    assert torch.allclose(ldc.ldc_update(prototypes, identity, identity, [images], solver="ridge"), prototypes, atol=1e-6)
+    moved = ldc.ldc_update(prototypes, identity, identity, [images], solver="ridge")
+    assert torch.allclose(moved, prototypes, atol=1e-6)
 
 
 def test_closed_form_streams_and_equals_least_squares():
@@ -1293,7 +1338,8 @@ def test_closed_form_streams_and_equals_least_squares():
     shrink = 0.05 * (old.T @ old).diagonal().mean()
     eye = torch.eye(16).double()
     expected = torch.linalg.inv(old.T @ old + shrink * eye) @ (old.T @ new + shrink * eye)
-    assert torch.allclose(ldc.solve_projector([(old, new)], ridge=0.05).weight.T, expected.float(), atol=1e-5)
+    shrunk = ldc.solve_projector([(old, new)], ridge=0.05).weight.T
+    assert torch.allclose(shrunk, expected.float(), atol=1e-5)
 
 
 def test_closed_form_keeps_directions_that_no_image_excites():
@@ -1302,7 +1348,8 @@ def test_closed_form_keeps_directions_that_no_image_excites():
     new = old * 3
     moved = ldc.fit_projector(old, new, solver="ridge")(torch.ones(1, 8))
     assert torch.allclose(moved[0, :5], torch.full((5,), 3.0), atol=0.05)
-    assert torch.allclose(moved[0, 5:], torch.ones(3), atol=1e-5)  # shrinking towards zero would delete them
+    # shrinking towards zero would delete them
+    assert torch.allclose(moved[0, 5:], torch.ones(3), atol=1e-5)
 
 
 def drifting_networks(tasks, width=32):
@@ -1369,7 +1416,12 @@ def test_herding_equals_the_greedy_loop():
     unit = feats / feats.norm(dim=1, keepdim=True)
     chosen = []
     for k in range(1, 6):
-        error = {i: (unit.mean(0) - (sum(unit[j] for j in chosen) + unit[i]) / k).norm() for i in range(12) if i not in chosen}
+        error = {}
+        for i in range(12):
+            if i in chosen:
+                continue
+            mean = (sum(unit[j] for j in chosen) + unit[i]) / k
+            error[i] = (unit.mean(0) - mean).norm()
         chosen.append(min(error, key=error.get))
     assert ldc.herding(feats, 5).tolist() == chosen
     assert sorted(ldc.herding(feats, 50).tolist()) == list(range(12))
@@ -1435,7 +1487,7 @@ def test_metrics_on_a_matrix_worked_by_hand():
     assert ldc.by_task(predictions, labels, [2, 2]) == [50.0, 50.0]
 
 
-# ------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # ldc_update in somebody else's code
 
 
@@ -1444,7 +1496,8 @@ class Tiny(nn.Module):
 
     def __init__(self, dim):
         super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(3, dim, 3), nn.BatchNorm2d(dim), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        self.body = nn.Sequential(
+            nn.Conv2d(3, dim, 3), nn.BatchNorm2d(dim), nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
     def forward(self, x):
         return self.body(x)
@@ -1455,7 +1508,8 @@ def test_ldc_update_takes_any_models_and_loaders(solver):
     old, new, images = Tiny(5), Tiny(7), torch.randn(40, 3, 8, 8)
     new.body[1].eval()  # a caller may have frozen a part of the network
     before = [p.clone() for p in (*old.state_dict().values(), *new.state_dict().values())]
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(images, torch.zeros(40)), batch_size=16)
+    dataset = torch.utils.data.TensorDataset(images, torch.zeros(40))
+    loader = torch.utils.data.DataLoader(dataset, batch_size=16)
     moved = ldc.ldc_update(torch.rand(6, 5), old, new, loader, solver=solver)
     assert moved.shape == (6, 7) and moved.isfinite().all() and not moved.requires_grad
     after = [*old.state_dict().values(), *new.state_dict().values()]
@@ -1471,8 +1525,10 @@ def test_ldc_update_by_adam_fits_what_its_projector_can(projector):
     moved = ldc.ldc_update(prototypes, nn.Flatten(), lambda x: x.flatten(1) @ W, [images],
                            projector=projector, epochs=300, lr=5e-3, batch_size=50)
     naive = (prototypes - prototypes @ W).norm()
-    # a ReLU unit that is dead at the start stays dead: inputs are never negative, so no gradient wakes it
-    assert (moved - prototypes @ W).norm() < (0.5 if projector == "linear+relu" else 0.1) * naive
+    # a ReLU unit that is dead at the start stays dead: inputs are never negative, so no gradient
+    # wakes it
+    share = 0.5 if projector == "linear+relu" else 0.1
+    assert (moved - prototypes @ W).norm() < share * naive
 
 
 @pytest.mark.filterwarnings("ignore:p_F fits the pairs worse")
@@ -1492,7 +1548,8 @@ def test_ldc_update_is_its_three_steps():
 
     for solver in ("adam", "ridge"):
         torch.manual_seed(1)
-        moved = ldc.ldc_update(prototypes, nn.Flatten(), new_model, Noisy(), passes=3, solver=solver)
+        moved = ldc.ldc_update(
+            prototypes, nn.Flatten(), new_model, Noisy(), passes=3, solver=solver)
         torch.manual_seed(1)
         passes = [ldc.paired_pass(nn.Flatten(), new_model, Noisy()) for _ in range(3)]
         p_F = ldc.fit_projector(*zip(*passes), solver=solver)
@@ -1566,7 +1623,8 @@ def test_ldc_alone_in_an_empty_folder(tmp_path, part):
         source = source[:source.index("# One run: ")]
     (tmp_path / "ldc.py").write_text(source)
     (tmp_path / "data.py").write_text("raise RuntimeError('another project has its own data.py')")
-    done = subprocess.run([sys.executable, "-c", COPIED], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", COPIED], cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout.strip() == "(3, 10)", done.stderr
 
 

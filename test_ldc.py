@@ -1353,7 +1353,7 @@ def test_closed_form_keeps_directions_that_no_image_excites():
 
 
 def drifting_networks(tasks, width=32):
-    """ReLU networks whose weights walk at random, and each task's images, with their two classes."""
+    """ReLU networks whose weights walk at random, and the images of each task's two classes."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(20, width, generator=generator)
     networks, images = [], []
@@ -1700,8 +1700,8 @@ def test_every_strategy_is_exemplar_free_or_says_so(name, tmp_path):
     dataset = data.load("demo", limit=20)
     rows = ldc.ROWS_BY_STRATEGY.get(name, ldc.LIGHT_ROWS)
     free = [row for row in rows if row not in ldc.OLD_IMAGE_ROWS]
-    run = open_run("--strategy", name, "--scale", "smoke", "--tasks", "10", "--out-dir", str(tmp_path),
-                   "--device", "cpu", "--compensators", *free, dataset=dataset)
+    run = open_run("--strategy", name, "--scale", "smoke", "--tasks", "10", "--device", "cpu",
+                   "--out-dir", str(tmp_path), "--compensators", *free, dataset=dataset)
     stream, strategy = run.stream, run.strategy
     read, images_of = set(), dataset.train_images
 
@@ -2342,7 +2342,8 @@ def test_lwf_trains_as_published(loop):
 def test_golden_lwf_loss():
     g = golden("lwf_loss")
     logits = g["logits_new"].clone().requires_grad_()
-    loss = strategies.lwf_loss(logits, g["logits_old"], g["targets"], g["lam"].item(), g["T"].item())
+    loss = strategies.lwf_loss(
+        logits, g["logits_old"], g["targets"], g["lam"].item(), g["T"].item())
     loss.backward()
     agree(loss, g["total"])
     agree(logits.grad, g["grad_total"])
@@ -2449,7 +2450,8 @@ def test_pass_learns_from_its_labelled_images_alone(monkeypatch):
     loss = strategy.loss
     monkeypatch.setattr(strategy, "loss", lambda x, y: seen.append(len(x)) or loss(x, y))
     strategy.learn(stream.task(0))
-    assert strategy.label_fractions == (0.25,) and sum(seen) == 5 * 5 * strategy.settings.first_epochs
+    assert strategy.label_fractions == (0.25,)
+    assert sum(seen) == 5 * 5 * strategy.settings.first_epochs
     index, labels = stream.task(0).labelled(0.25, 0)
     feats = strategy.snapshot()(stream.task(0).clean(stream.task(0).images[index]))
     agree(strategy.memory["means"], ldc.class_means(feats, labels, range(5)), 1e-5)
@@ -3286,7 +3288,8 @@ def test_nncsl_groups_its_parameters_by_name():
     names = {id(p): name for name, p in strategy.net.named_parameters()}
     groups = optimizer.param_groups
     scaled, plain, head = [{names[id(p)] for p in group["params"]} for group in groups]
-    assert head == {"head.weight", "head.bias"} and "backbone.layer2.0.downsample.1.weight" in scaled
+    assert head == {"head.weight", "head.bias"}
+    assert "backbone.layer2.0.downsample.1.weight" in scaled
     assert {"backbone.bn1.weight", "backbone.bn1.bias", "backbone.layer2.0.downsample.1.bias",
             "projector.1.weight"} <= plain
     assert len(scaled) + len(plain) + 2 == len(names)
@@ -3652,8 +3655,9 @@ def test_learning_floor(tmp_path):
 
     Removing the compensation, COMPENSATORS["ldc"] = lambda p, drift: p, fails this test.
     """
-    run = open_run("--seed", "2", "--limit", "100", "--first-epochs", "12", "--epochs", "8",
-                   "--out-dir", str(tmp_path), "--compensators", "none", "ldc", "ldc-ridge", "oracle")
+    run = open_run(
+        "--seed", "2", "--limit", "100", "--first-epochs", "12", "--epochs", "8",
+        "--out-dir", str(tmp_path), "--compensators", "none", "ldc", "ldc-ridge", "oracle")
     for _ in range(2):
         learn_task(run)
     rows = rows_of(run)
@@ -3671,11 +3675,14 @@ def test_self_supervised_learning_floor(tmp_path):
 
     Removing the compensation, or the views (two copies of each image), fails this test.
     """
-    run = open_run("--strategy", "cassle", "--seed", "2", "--limit", "100", "--first-epochs", "10",
-                   "--epochs", "5", "--out-dir", str(tmp_path), "--compensators", "none", "ldc", "oracle")
+    run = open_run(
+        "--strategy", "cassle", "--seed", "2", "--limit", "100", "--first-epochs", "10",
+        "--epochs", "5", "--out-dir", str(tmp_path), "--compensators", "none", "ldc", "oracle")
     task = run.stream.task(0)
     images, labels = next(iter(run.stream.test(0)))
-    feats, test = (ldc.extract(run.strategy.snapshot(), x, task.clean) for x in (task.images, images))
+    untrained = run.strategy.snapshot()
+    feats = ldc.extract(untrained, task.images, task.clean)
+    test = ldc.extract(untrained, images, task.clean)
     prototypes = ldc.class_means(feats, task.labels, task.classes)
     random_backbone = ldc.accuracy(ldc.ncm(test, prototypes), labels)
     for _ in range(2):
@@ -3740,7 +3747,8 @@ def test_pixels_are_the_nearest_mean_of_images(smoke):
     task = stream.task(0)
     means = []
     for c in task.classes:
-        means.append(F.normalize(task.clean(task.images[task.labels == c]).flatten(1).mean(0), dim=0))
+        own = task.clean(task.images[task.labels == c]).flatten(1)
+        means.append(F.normalize(own.mean(0), dim=0))
     images, labels = next(iter(stream.test(0)))
     correct = 0
     for x, label in zip(task.clean(images).flatten(1), labels):
@@ -3817,7 +3825,8 @@ def unfinished(run, folder):
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "missing"])
-def test_damaged_checkpoint_is_named_and_nothing_is_overwritten(quick_run, tmp_path, capsys, damage):
+def test_damaged_checkpoint_is_named_and_nothing_is_overwritten(
+        quick_run, tmp_path, capsys, damage):
     folder = tmp_path / "smoke" / "demo" / "lwf" / "seed0"
     flags = unfinished(quick_run, folder)
     path = folder / "checkpoint-3.pt"
@@ -3831,7 +3840,8 @@ def test_damaged_checkpoint_is_named_and_nothing_is_overwritten(quick_run, tmp_p
     assert ldc.main(flags) == 2
     shown = capsys.readouterr().err
     assert "checkpoint-3.pt is" in shown and shown.count("\n") == 1
-    assert {file: file.read_bytes() for file in folder.iterdir()} == {**before, folder / "lock": b""}
+    after = {file: file.read_bytes() for file in folder.iterdir()}
+    assert after == {**before, folder / "lock": b""}
 
 
 def test_two_runs_in_one_folder(quick_run, tmp_path, capsys):
@@ -3855,10 +3865,11 @@ def test_other_settings_need_another_folder(quick_run, capsys):
 def test_strategies_share_their_first_task(quick_run, tmp_path, capsys):
     """Finetune takes LwF's first task from its file and ends as if it had learnt it by itself."""
     flags = [*QUICK, "--strategy", "finetune"]
-    assert ldc.main([*flags, "--out-dir", str(quick_run.parents[3])]) == 0
+    with_lwf = quick_run.parents[3]
+    assert ldc.main([*flags, "--out-dir", str(with_lwf)]) == 0
     assert "learnt by lwf" in capsys.readouterr().err
     assert ldc.main([*flags, "--out-dir", str(tmp_path)]) == 0
-    folders = [out / "smoke" / "demo" / "finetune" / "seed0" for out in (quick_run.parents[3], tmp_path)]
+    folders = [out / "smoke" / "demo" / "finetune" / "seed0" for out in (with_lwf, tmp_path)]
     shared, alone = (json.loads((folder / "result.json").read_text()) for folder in folders)
     assert shared["rows"] == alone["rows"] != metrics(quick_run)["rows"]
     assert shared["first_task_from"] == "lwf" and alone["first_task_from"] is None
@@ -3891,7 +3902,7 @@ def fill(folder, seed, classes=("a", "b", "c", "d")):
 
 
 def test_data_are_part_of_a_run(tmp_path, capsys):
-    """Two folders with equal class names: an interrupted run, a first task and a table stay apart."""
+    """Two folders with equal class names share no interrupted run, first task or table."""
     fill(tmp_path / "one", 0)
     fill(tmp_path / "two", 1)
     flags = ["--dataset", "folder", "--image-size", "16", "--tasks", "2", "--scale", "smoke",
@@ -3916,8 +3927,8 @@ def test_data_are_part_of_a_run(tmp_path, capsys):
 
 
 def test_euclidean_metric_and_the_authors_way(tmp_path):
-    assert ldc.main([*SMOKE, "--out-dir", str(tmp_path), "--metric", "euclidean", "--ldc-passes", "2",
-                     "--compensators", "ldc"]) == 0
+    flags = [*SMOKE, "--out-dir", str(tmp_path), "--compensators", "ldc"]
+    assert ldc.main([*flags, "--metric", "euclidean", "--ldc-passes", "2"]) == 0
 
 
 # --------------------------------------------------------------------------------------------------
@@ -3938,7 +3949,7 @@ def test_replay_repeats_the_rows_of_the_run_that_kept_them(smoke, tmp_path, caps
 
 
 def test_replay_takes_other_rows_and_options(smoke, tmp_path, capsys, monkeypatch):
-    """A compensator of one's own is scored without training; options reach the rows they concern."""
+    """Your own compensator is scored without training; options reach the rows they concern."""
     folder = tmp_path / "lwf" / "seed0"
     shutil.copytree(smoke, folder)
     monkeypatch.setitem(ldc.COMPENSATORS, "half-way", lambda p, drift: p)
@@ -3993,7 +4004,8 @@ def test_classifier_takes_one_path_none_or_many(smoke, tmp_path):
     dataset = data.load("demo")
     classifier = ldc.Classifier(smoke, row="oracle")
     images = torch.cat([dataset.clean(dataset.train_images(c)[:1]) for c in (3, 17)])
-    expected = [classifier.names[c] for c in ldc.ncm(classifier.model(images), classifier.prototypes)]
+    predictions = ldc.ncm(classifier.model(images), classifier.prototypes)
+    expected = [classifier.names[c] for c in predictions]
     assert [name for name, _ in classifier(paths)] == expected
     assert classifier(paths[0]) == classifier([str(paths[0])]) and classifier([]) == []
     many = classifier(paths * 100)
@@ -4062,7 +4074,8 @@ BAD_NUMBERS = {  # kind of setting -> values out of range, and the flags of that
     "at least 0": (["-1"], ["--ldc-passes", "--milestones"]),
     "more than 0": (["0", "-1", "inf", "nan"], [
         "--lr", "--first-lr", "--ldc-lr", "--sdc-sigma", "--adc-alpha"]),
-    "0 or more": (["-1", "inf", "nan"], ["--weight-decay", "--lambda-kd", "--ridge", "--lda-shrink"]),
+    "0 or more": (["-1", "inf", "nan"], [
+        "--weight-decay", "--lambda-kd", "--ridge", "--lda-shrink"]),
 }
 for expected, (values, names) in BAD_NUMBERS.items():
     BAD_FLAGS += [([name, value], f"{name} ") for name in names for value in values]
@@ -4088,8 +4101,8 @@ def test_wrong_input_gets_one_sentence(flags, words, tmp_path, capsys, monkeypat
                                    ["--weights", "nowhere.pt"], ["--image-size", "3"]])
 def test_flags_are_checked_before_an_image_is_decoded(flags, tmp_path, capsys):
     fill(tmp_path / "mine", 0)
-    flags = ["--dataset", "folder", "--data-dir", str(tmp_path / "mine"), "--scale", "smoke", *flags]
-    assert ldc.main([*flags, "--out-dir", str(tmp_path / "runs")]) == 2
+    folders = ["--data-dir", str(tmp_path / "mine"), "--out-dir", str(tmp_path / "runs")]
+    assert ldc.main(["--dataset", "folder", "--scale", "smoke", *folders, *flags]) == 2
     assert not (tmp_path / "mine" / ".cache").exists() and not (tmp_path / "runs").exists()
 
 
@@ -4148,8 +4161,8 @@ def test_json_that_holds_no_object_is_named(quick_run, tmp_path, capsys):
 
 
 def test_every_flag_is_used_and_help_is_offline():
-    offline = {**os.environ, "http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
-    done = run_command("--help", env=offline)
+    nobody = "http://127.0.0.1:9"
+    done = run_command("--help", env={**os.environ, "http_proxy": nobody, "https_proxy": nobody})
     assert done.returncode == 0 and done.stdout.count("\n") < 120
     source = (HERE / "ldc.py").read_text() + (HERE / "strategies.py").read_text()
     for action in ldc.build_parser()._actions:
@@ -4167,7 +4180,8 @@ def test_adam_is_at_most_eight_calls_below_main(tmp_path, monkeypatch):
     step = torch.optim.Adam.step
 
     def counted(self, *args, **kwargs):
-        depths.append(sum(Path(frame.filename).name == "ldc.py" for frame in traceback.extract_stack()))
+        files = [Path(frame.filename).name for frame in traceback.extract_stack()]
+        depths.append(files.count("ldc.py"))
         return step(self, *args, **kwargs)
 
     monkeypatch.setattr(torch.optim.Adam, "step", counted)
@@ -4226,16 +4240,15 @@ def test_readme_functions_and_tests_exist():
 @pytest.mark.parametrize("block", blocks("python"), ids=lambda block: block.split("\n")[0])
 def test_readme_python_examples_run(block, smoke, tmp_path):
     """With the run, the image and the package that a reader would have."""
-    from PIL import Image
     Image.new("RGB", (40, 30), "red").save(tmp_path / "photo.png")
     shutil.copytree(smoke, tmp_path / "runs" / "demo" / "demo" / "lwf" / "seed0")
     writer = tmp_path / "tensorboard.py"
     writer.write_text("class SummaryWriter:\n    def add_scalar(self, *event):\n        pass\n")
     block = block.replace("torch.utils.tensorboard", "tensorboard")
     block += "".join(f"\n{call}\n" for call in re.findall(r"`(ldc\.Classifier\(.*?\))`", README))
-    done = subprocess.run(
-        [sys.executable, "-c", "import ldc\n" + block], cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": f"{HERE}{os.pathsep}{tmp_path}"}, capture_output=True, text=True)
+    env = {**os.environ, "PYTHONPATH": f"{HERE}{os.pathsep}{tmp_path}"}
+    done = subprocess.run([sys.executable, "-c", "import ldc\n" + block], cwd=tmp_path, env=env,
+                          capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     if "mean-shift" in block:
         assert re.search(r"\| mean-shift +\| ", done.stdout) and "demo fd" in done.stdout
@@ -4246,8 +4259,9 @@ def test_readme_python_examples_run(block, smoke, tmp_path):
 
 
 def run_all(*words, **env):
-    return subprocess.run(["bash", str(HERE / "run_all.sh"), *words], text=True, capture_output=True,
-                          env={**os.environ, "PYTHON": "python", **env})
+    env = {**os.environ, "PYTHON": "python", **env}
+    command = ["bash", str(HERE / "run_all.sh"), *words]
+    return subprocess.run(command, text=True, capture_output=True, env=env)
 
 
 def listed(*words, **env):
@@ -4342,9 +4356,10 @@ def is_running(pid):
 @pytest.mark.parametrize("name, code", [("SIGTERM", 143), ("SIGINT", 130)])
 def test_a_signal_to_run_all_stops_its_runs(name, code, tmp_path):
     body = f'case "$*" in *ldc.py*) echo $$ >> {tmp_path}/pids; exec sleep 60;; esac'
-    env = {"PYTHON": fake_python(tmp_path, body), "OUT": str(tmp_path), "JOBS": "2"}
-    script = subprocess.Popen(["bash", str(HERE / "run_all.sh"), "table1"], stderr=subprocess.DEVNULL,
-                              env={**os.environ, **env})
+    python = fake_python(tmp_path, body)
+    env = {**os.environ, "PYTHON": python, "OUT": str(tmp_path), "JOBS": "2"}
+    command = ["bash", str(HERE / "run_all.sh"), "table1"]
+    script = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=env)
     pids = tmp_path / "pids"
     wait_for(lambda: pids.exists() and len(pids.read_text().split()) == 2)
     script.send_signal(getattr(signal, name))
@@ -4409,8 +4424,8 @@ def fake_run(folder, seed, dataset="cifar100", strategy="lwf", labels="1", scale
     result = {
         "dataset": dataset, "strategy": strategy, "scale": scale, "seed": seed, "order_seed": seed,
         "tasks": tasks, "settings": settings or {}, "options": {}, "finished": True,
-        "device": "cpu", "tasks_done": tasks, "rows": {labels: lines}, "command": command, "threads": 1,
-        "seconds": {"step": 3600.0}, "task_sizes": [2] * tasks, **more}
+        "device": "cpu", "tasks_done": tasks, "rows": {labels: lines}, "command": command,
+        "threads": 1, "seconds": {"step": 3600.0}, "task_sizes": [2] * tasks, **more}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "result.json").write_text(json.dumps(result))
     return result
@@ -4819,7 +4834,6 @@ def test_generated_images_stand_in_and_are_never_taken_for_real_ones(tmp_path, c
     assert ldc.main([*flags, "--data-dir", str(tmp_path)]) == 2
     assert "Traceback" not in capsys.readouterr().err
     assert (folder / "result.json").read_bytes() == before
-    from PIL import Image
     Image.new("RGB", (40, 30), "red").save(tmp_path / "photo.png")
     flags = ["--predict", str(tmp_path / "photo.png"), "--run", str(folder), "--device", "cpu"]
     assert ldc.main(flags) == 0

@@ -1637,7 +1637,7 @@ def small_strategy(name, device="cpu", **changes):
 
 
 def quick(name, **changes):
-    """The strategy with one epoch a task."""
+    """The strategy with one epoch per task."""
     for setting in ("first_epochs", "epochs", "expert_epochs", "head_epochs"):
         if setting in strategies.STRATEGIES[name].defaults:
             changes.setdefault(setting, 1)
@@ -1728,6 +1728,11 @@ def test_snapshot_is_out_of_reach_of_later_training():
     assert not torch.equal(before, lwf.snapshot()(images))
 
 
+def same_tensors(a, b):
+    """Whether two state_dicts are equal."""
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
 def resumes_exactly(make, path):
     """Whether a strategy built anew from a checkpoint before each task ends as one that was not."""
     strategy, restored = make(), make()
@@ -1739,8 +1744,7 @@ def resumes_exactly(make, path):
         restored.load_state(torch.load(path, weights_only=True))
     images = task[torch.arange(len(task))]
     feats, again = strategy.snapshot()(images), restored.snapshot()(images)
-    a, b = strategy.state()["net"], restored.state()["net"]
-    same = a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+    same = same_tensors(strategy.state()["net"], restored.state()["net"])
     if hasattr(strategy, "classify"):
         labels = strategy.classify(feats)
         assert labels.max() < task.classes.stop
@@ -1785,8 +1789,7 @@ def test_a_first_task_is_shared_by_those_who_say_so():
             strategy = quick(name)
             strategy.learn(task)
             nets.append(strategy.state()["net"])
-        assert all(net.keys() == nets[0].keys() for net in nets)
-        assert all(torch.equal(net[key], nets[0][key]) for net in nets for key in net)
+        assert all(same_tensors(net, nets[0]) for net in nets)
     assert Forgetful.first_task is None
 
 
@@ -1808,8 +1811,8 @@ def test_non_finite_loss_stops_naming_task_and_step():
 
 
 def test_log_counts_and_tells(tmp_path, monkeypatch, capsys):
-    """One line a minute without a terminal: task of tasks, epoch of epochs, the loss, the time that
-    this training still takes; a line of log.jsonl an epoch; seconds of each phase."""
+    """Without a terminal one line per minute: task of tasks, epoch of epochs, the loss, the time
+    left for this training. Also one line of log.jsonl per epoch, and the seconds of each phase."""
     clock = [0.0]
     for name in ("time", "perf_counter"):
         monkeypatch.setattr(strategies.time, name, lambda: clock[0])
@@ -2384,8 +2387,8 @@ def test_golden_pass():
 
 def test_pass_trains_as_published(loop):
     """Four rotations as classes, ||F - F_old|| over the batch, B floor(C_old / C_new) noisy
-    prototypes a step, both weights 10, temperature 0.1; Adam, a step of its rate, anew each task.
-    One forward a step: the second of PyCIL's only moves batch-norm twice."""
+    prototypes per step, both weights 10, temperature 0.1; Adam, a step of its rate, anew each task.
+    One forward per step: the second of PyCIL's only moves batch-norm twice."""
     strategy, tasks, starts, draws = loop(
         "pass", lr=1e-3, first_epochs=3, epochs=3, first_milestones=(2,), milestones=(1,))
     f = tiny_copy(starts[0])
@@ -2522,8 +2525,7 @@ def test_a_first_task_of_lwf_serves_frozen_strategies(name):
     assert torch.equal(shared.classify(feats), alone.classify(feats))
     for strategy in (alone, shared):
         strategy.learn(tasks[1])
-    assert set(alone.memory) == set(shared.memory)
-    assert all(torch.equal(alone.memory[k], shared.memory[k]) for k in alone.memory)
+    assert same_tensors(alone.memory, shared.memory)
     assert torch.equal(feats, shared.snapshot()(tasks[0][torch.arange(30)]))  # the backbone rests
     assert len(shared.memory["means"]) == tasks[1].classes.stop
 
@@ -3007,11 +3009,6 @@ def test_frozen_network_is_in_train_mode_and_out_of_reach(name):
     assert not torch.equal(before, strategy.snapshot()(images))
 
 
-def same_tensors(a, b):
-    """Whether two state_dicts are equal."""
-    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
-
-
 def test_pocon_phases():
     """After task 1 the expert starts as a copy of the main network and learns alone; then the main
     network learns, and the expert rests."""
@@ -3078,12 +3075,11 @@ def test_a_first_task_of_pfr_serves_cassle():
     cassle.load_state(pfr.state())
     for strategy in (alone, cassle):
         strategy.learn(second)
-    a, b = alone.state()["net"], cassle.state()["net"]
-    assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+    assert same_tensors(alone.state()["net"], cassle.state()["net"])
 
 
 def test_leak_moves_batch_norm_only_where_asked_for():
-    """With the leak one more forward a step, of images that are gathered once, not every epoch."""
+    """With the leak, one more forward per step, of images gathered once, not every epoch."""
     task, = short_tasks(1)
     read, forwards = [], []
     images_of = task.dataset.train_images
@@ -4439,7 +4435,7 @@ def test_run_all_goes_on_after_a_failure_and_stops_when_interrupted(tmp_path):
 
 def fake_run(folder, seed, dataset="cifar100", strategy="lwf", labels="1", scale="paper", tasks=10,
              settings=None, flags="", rows=None, **more):
-    """A result.json whose row `name` has the given A_last and falls to it by one point a task."""
+    """A result.json in which each row falls by one point per task to its given A_last."""
     lines = {}
     for name, last in rows.items():
         lines[name] = {

@@ -4734,7 +4734,9 @@ def test_recorded_commands_still_mean_what_was_run(folder):
     recorded = json.loads((folder / "result.json").read_text())
     args = ldc.build_parser().parse_args(shlex.split(recorded["command"])[2:])
     ldc.resolve(args)
-    assert recorded["finished"] and recorded["seed"] in args.seed
+    so_far = f"{recorded['tasks_done']} of {recorded['tasks']} tasks"  # an unfinished run says so
+    assert recorded["finished"] or so_far in (HERE / "results" / "README.md").read_text()
+    assert recorded["seed"] in args.seed
     assert set(recorded["compensators"]) <= set(args.compensators)
     for name, value in {**recorded["settings"], **recorded["options"]}.items():
         if name in FIXED:
@@ -4802,7 +4804,7 @@ def test_numbers_about_cifar100_in_sentences_are_true():
     assert_results_say(
         f"LDC closes {gap('lwf', 'ldc'):.0f} % of the gap between no compensation and the "
         f"oracle**, the closed form (`ldc-ridge`) {gap('lwf', 'ldc-ridge'):.0f} %",
-        f"does nothing for LwF** ({gap('lwf', 'sdc'):.0f} % of the gap)",
+        f"**SDC does nothing for LwF** at width 16 ({abs(gap('lwf', 'sdc')):.0f} % of the gap)",
         f"(`sdc-unit`) it closes {gap('lwf', 'sdc-unit'):.0f} %",
         f"LDC closes {min(closed):.0f} to {max(closed):.0f} %** with a quarter of the labels or "
         "more",
@@ -4821,6 +4823,35 @@ def test_numbers_about_cifar100_in_sentences_are_true():
             floor = run["rows"]["1"]["pixels"]["A_last"]
             assert_results_say(f"nearest mean on raw pixels ({floor:.1f})")
             break
+
+
+def test_numbers_about_widths_in_sentences_are_true():
+    shares = [gap("lwf-w64", row) for row in ("ldc", "sdc", "ldc-mlp", "ldc-ridge")]
+    last = [recorded("lwf-w64", row) for row in ("none", "sdc", "ldc", "oracle")]
+    with open(HERE / "results" / "small" / "adam.csv") as file:
+        errors = list(csv.DictReader(file))
+
+    def error(width, name):
+        return statistics.mean(float(e[name]) for e in errors if e["width"] == width)
+
+    path = HERE / "results" / "small" / "cifar100" / "lwf" / "seed1" / "result.json"
+    rows = json.loads(path.read_text())["rows"]["1"]
+    none, direct, ridge, oracle, whitened = (
+        rows[name]["A_last"]
+        for name in ("none", "ldc-direct", "ldc-ridge", "oracle", "ldc-direct+lda"))
+    assert_results_say(
+        "LDC closes {:.0f} % of the gap between no compensation and the oracle**, SDC {:.0f} %, "
+        "the MLP {:.0f} %, the closed form (`ldc-ridge`) {:.0f} %".format(*shares),
+        "no compensation {:.1f}, SDC {:.1f}, LDC {:.1f}, oracle {:.1f}.".format(*last),
+        f"{error('16', 'adam'):.2f} times the least-squares error at width 16 and "
+        f"{error('64', 'adam'):.2f} times at width 64",
+        f"no map at all leaves {error('16', 'no_map'):.1f} times that error at width 16, "
+        f"{error('64', 'no_map'):.1f} times at width 64",
+        f"`ldc-direct` closes {100 * (direct - none) / (oracle - none):.0f} %** at width 16",
+        f"so far: {direct:.1f}, closed form {ridge:.1f}, oracle {oracle:.1f})",
+        f"above the oracle's nearest mean ({whitened:.1f})")
+    readme = (HERE / "README.md").read_text(encoding="utf-8")
+    assert f"LDC closes {shares[0]:.0f} % of the gap to the oracle" in readme
 
 
 def test_numbers_about_the_demo_in_sentences_are_true():

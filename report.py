@@ -90,6 +90,7 @@ def changes(run):
     """What a run's command changes from the preset of its data set, strategy and scale."""
     flags = run.get("command", "").replace("-", "_").split()
     values = {**run, **run["settings"], **run["options"]}
+    # order_seed: only runs of earlier versions have it
     names = {*run["settings"], *run["options"], "limit", "first_classes", "order_seed"}
     names -= {"label_fraction", "buffer_size"}  # the tables' own axes
     changed = {name: values[name] for name in sorted(names) if f"__{name}" in flags}

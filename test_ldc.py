@@ -3643,7 +3643,7 @@ def smoke(tmp_path_factory):
     return out / "smoke" / "demo" / "lwf" / "seed0"
 
 
-QUICK = [*SMOKE, "--compensators", "none", "ldc", "ldc-ridge", "nme-5", "oracle"]
+QUICK = [*SMOKE, "--compensators", "none", "ldc", "ldc-ridge", "ldc-direct", "nme-5", "oracle"]
 
 
 @pytest.fixture(scope="module")

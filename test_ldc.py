@@ -4852,7 +4852,7 @@ def test_numbers_about_widths_in_sentences_are_true():
     assert_results_say(
         "LDC closes {:.0f} % of the gap between no compensation and the oracle**, SDC {:.0f} %, "
         "the MLP {:.0f} %, the closed form (`ldc-ridge`) {:.0f} %".format(*shares),
-        "no compensation {:.1f}, SDC {:.1f}, LDC {:.1f}, oracle {:.1f}.".format(*last),
+        "No compensation {:.1f}, SDC {:.1f}, LDC {:.1f}, oracle {:.1f}.".format(*last),
         f"{error('16', 'adam'):.2f} times the least-squares error at width 16 and "
         f"{error('64', 'adam'):.2f} times at width 64",
         f"no map at all leaves {error('16', 'no_map'):.1f} times that error at width 16, "

@@ -4891,6 +4891,16 @@ def test_numbers_about_ldc_direct_in_sentences_are_true():
         *closed) in readme
 
 
+def test_table_of_what_was_tried_has_every_line_of_its_file():
+    text = (HERE / "results" / "README.md").read_text(encoding="utf-8")
+    with open(HERE / "results" / "small" / "tried.csv") as file:
+        for trial in csv.DictReader(file):
+            line, = [line for line in text.splitlines() if line.startswith(f"| {trial['what']} |")]
+            fewer = "" if trial["tasks"] == "10" else f" ({trial['tasks']})"
+            column = 2 if trial["run"].startswith("cifar100") else 3
+            assert line.split("|")[column].strip() == trial["gap_last"] + fewer
+
+
 def test_numbers_about_the_demo_in_sentences_are_true():
     rows = ("none", "ldc", "adc", "oracle")
     none, moved, adc, oracle = (recorded("lwf", row, place="demo/demo") for row in rows)

@@ -4392,7 +4392,9 @@ def test_a_signal_to_run_all_stops_its_runs(name, code, tmp_path):
     python = fake_python(tmp_path, body)
     env = {**os.environ, "PYTHON": python, "OUT": str(tmp_path), "JOBS": "2"}
     command = ["bash", str(HERE / "run_all.sh"), "table1"]
-    script = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=env)
+    # tests started in the background inherit an ignored SIGINT, which bash could not trap
+    script = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=env,
+                              preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     pids = tmp_path / "pids"
     wait_for(lambda: pids.exists() and len(pids.read_text().split()) == 2)
     script.send_signal(getattr(signal, name))

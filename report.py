@@ -90,8 +90,7 @@ def changes(run):
     """What a run's command changes from the preset of its data set, strategy and scale."""
     flags = run.get("command", "").replace("-", "_").split()
     values = {**run, **run["settings"], **run["options"]}
-    # order_seed: only runs of earlier versions have it
-    names = {*run["settings"], *run["options"], "limit", "first_classes", "order_seed"}
+    names = {*run["settings"], *run["options"], "limit", "first_classes"}
     names -= {"label_fraction", "buffer_size"}  # the tables' own axes
     changed = {name: values[name] for name in sorted(names) if f"__{name}" in flags}
     if run["tasks"] != (5 if run["dataset"] == "demo" else 10):
@@ -114,9 +113,9 @@ def describe(run):
 
 
 def follows_paper(run):
-    """Ten tasks of all classes, preset settings; below the paper's scale the size may differ."""
+    """Ten tasks of all classes, preset settings; in smaller scales size and rate may differ."""
     sizes = {"paper": (), "smoke": (*SIZE, "limit", "weights", "generated images")}
-    fitting = {"bn_leak", *sizes.get(run["scale"], SIZE)}
+    fitting = {"bn_leak", *sizes.get(run["scale"], (*SIZE, "lr"))}
     if run["dataset"] == "cars" and run["settings"].get("weights") != "none":
         fitting.add("weights")  # a file instead of a download
     return run["dataset"] in DATASETS and changes(run).keys() <= fitting

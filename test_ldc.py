@@ -4820,15 +4820,18 @@ def assert_results_say(*sentences):
 
 def test_numbers_about_cifar100_in_sentences_are_true():
     """Each number in the sentences of results/README.md, computed again from the files."""
-    closed = [gap("cassle", "ldc", "0.25"), gap("cassle", "ldc"), gap("pfr", "ldc", "0.25"),
-              gap("pfr", "ldc")]
+    backbones = [(name, labels) for name in ("cassle", "pfr") for labels in ("0.25", "1")]
+    closed = [gap(name, "ldc", labels) for name, labels in backbones]
+    by_sdc = [gap(name, "sdc", labels) for name, labels in backbones]
+    rows = ("none", "sdc", "ldc", "oracle", "pixels")
+    quarter = [recorded(name, row, labels="0.25") for name in ("cassle", "pfr") for row in rows]
     assert_results_say(
         f"LDC closes {gap('lwf', 'ldc'):.0f} % of the gap between no compensation and the "
         f"oracle**, the closed form (`ldc-ridge`) {gap('lwf', 'ldc-ridge'):.0f} %",
         f"**SDC does nothing for LwF** at width 16 ({gap('lwf', 'sdc'):.0f} % of the gap)",
         f"(`sdc-unit`) it closes {gap('lwf', 'sdc-unit'):.0f} %",
         f"LDC closes {min(closed):.0f} to {max(closed):.0f} %** with a quarter of the labels or "
-        "more",
+        f"more, SDC {min(by_sdc):.0f} to {max(by_sdc):.0f} %",
         f"on EFC and PASS the oracle is {ahead('efc', 'oracle', 'none'):.1f} and "
         f"{ahead('pass', 'oracle', 'none'):.1f} above no compensation",
         f"loses {-ahead('efc', 'ldc', 'none'):.1f} and {-ahead('pass', 'ldc', 'none'):.1f}.",
@@ -4837,13 +4840,11 @@ def test_numbers_about_cifar100_in_sentences_are_true():
         f"{ahead('lwf', 'ldc-ridge+lda', 'ldc-ridge'):.1f} points over the closed form on LwF, "
         f"{ahead('efc', 'ldc-ridge+lda', 'ldc-ridge'):.1f} on EFC, "
         f"{ahead('pass', 'ldc-ridge+lda', 'ldc-ridge'):.1f} on PASS",
-        f"their oracles end at {recorded('cassle', 'oracle'):.1f} and "
-        f"{recorded('pfr', 'oracle'):.1f}")
-    for run in report.load(HERE / "results"):  # the floor, once a run has recorded it
-        if run["dataset"] == "cifar100" and "pixels" in run["rows"].get("1", ()):
-            floor = run["rows"]["1"]["pixels"]["A_last"]
-            assert_results_say(f"nearest mean on raw pixels ({floor:.1f})")
-            break
+        "CaSSLe without compensation {:.1f}, SDC {:.1f}, LDC {:.1f}, oracle {:.1f}, nearest mean "
+        "on raw pixels {:.1f}; PFR {:.1f}, {:.1f}, {:.1f}, {:.1f}, {:.1f}".format(*quarter))
+    for name, labels in backbones:
+        oracle, pixels = (recorded(name, row, labels=labels) for row in ("oracle", "pixels"))
+        assert oracle > 1.2 * pixels  # they have learnt something
 
 
 def test_numbers_about_widths_in_sentences_are_true():
@@ -4892,9 +4893,14 @@ def test_numbers_about_ldc_direct_in_sentences_are_true():
         f"{recorded('lwf', 'oracle'):.1f} at width 16")
     of_ldc = [gap("lwf", "ldc"), gap("lwf-w64", "ldc"), gap("lwf", "ldc", place="demo/demo")]
     assert_results_say("LDC closes {:.0f}, {:.0f} and {:.0f} %".format(*of_ldc))
-    for strategy in ("EFC", "PASS", "CaSSLe", "PFR"):
-        numbers = [recorded(strategy.lower(), row, place="demo/demo") for row in rows[:2]]
-        assert_results_say("{} {:.1f} ({:.1f})".format(strategy, *numbers))
+    elsewhere = {"on CIFAR-100": ("small/cifar100", "CaSSLe PFR"),
+                 "on the demo": ("demo/demo", "EFC PASS CaSSLe PFR")}
+    for where, (place, strategies_there) in elsewhere.items():
+        parts = []
+        for strategy in strategies_there.split():
+            numbers = [recorded(strategy.lower(), row, place=place) for row in rows[:2]]
+            parts.append("{} {:.1f} ({:.1f})".format(strategy, *numbers))
+        assert_results_say(f"{where} {', '.join(parts)}")
     readme = (HERE / "README.md").read_text(encoding="utf-8")
     closed = [gap("lwf-w64", row) for row in ("ldc", "ldc-direct")]
     assert "LDC closes {:.0f} % of the gap to the oracle, our `ldc-direct` {:.0f} %".format(

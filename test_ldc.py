@@ -4893,7 +4893,7 @@ def test_numbers_about_ldc_direct_in_sentences_are_true():
         f"{recorded('lwf', 'oracle'):.1f} at width 16")
     of_ldc = [gap("lwf", "ldc"), gap("lwf-w64", "ldc"), gap("lwf", "ldc", place="demo/demo")]
     assert_results_say("LDC closes {:.0f}, {:.0f} and {:.0f} %".format(*of_ldc))
-    elsewhere = {"on CIFAR-100": ("small/cifar100", "CaSSLe PFR"),
+    elsewhere = {"on CIFAR-100": ("small/cifar100", "EFC CaSSLe PFR"),
                  "on the demo": ("demo/demo", "EFC PASS CaSSLe PFR")}
     for where, (place, strategies_there) in elsewhere.items():
         parts = []

@@ -4823,6 +4823,7 @@ def test_numbers_about_cifar100_in_sentences_are_true():
     backbones = [(name, labels) for name in ("cassle", "pfr") for labels in ("0.25", "1")]
     closed = [gap(name, "ldc", labels) for name, labels in backbones]
     by_sdc = [gap(name, "sdc", labels) for name, labels in backbones]
+    directly = [gap(name, "ldc-direct", labels) for name, labels in backbones]
     rows = ("none", "sdc", "ldc", "oracle", "pixels")
     quarter = [recorded(name, row, labels="0.25") for name in ("cassle", "pfr") for row in rows]
     assert_results_say(
@@ -4831,7 +4832,8 @@ def test_numbers_about_cifar100_in_sentences_are_true():
         f"**SDC does nothing for LwF** at width 16 ({gap('lwf', 'sdc'):.0f} % of the gap)",
         f"(`sdc-unit`) it closes {gap('lwf', 'sdc-unit'):.0f} %",
         f"LDC closes {min(closed):.0f} to {max(closed):.0f} %** with a quarter of the labels or "
-        f"more, SDC {min(by_sdc):.0f} to {max(by_sdc):.0f} %",
+        f"more, SDC {min(by_sdc):.0f} to {max(by_sdc):.0f} %, `ldc-direct` {min(directly):.0f} to "
+        f"{max(directly):.0f} %",
         f"on EFC and PASS the oracle is {ahead('efc', 'oracle', 'none'):.1f} and "
         f"{ahead('pass', 'oracle', 'none'):.1f} above no compensation",
         f"loses {-ahead('efc', 'ldc', 'none'):.1f} and {-ahead('pass', 'ldc', 'none'):.1f}.",

@@ -4844,6 +4844,14 @@ def test_numbers_about_cifar100_in_sentences_are_true():
         f"{ahead('pass', 'ldc-ridge+lda', 'ldc-ridge'):.1f} on PASS",
         "CaSSLe without compensation {:.1f}, SDC {:.1f}, LDC {:.1f}, oracle {:.1f}, nearest mean "
         "on raw pixels {:.1f}; PFR {:.1f}, {:.1f}, {:.1f}, {:.1f}, {:.1f}".format(*quarter))
+    schedules = []
+    for name in ("cassle", "pfr"):
+        path = HERE / "results" / "small" / "cifar100" / name / "seed0" / "result.json"
+        settings = json.loads(path.read_text())["settings"]
+        schedules.append((settings["first_epochs"], settings["epochs"]))
+    (first, of_cassle), (first_too, of_pfr) = schedules
+    assert first == first_too
+    assert_results_say(f"{first} epochs on the first task, {of_cassle} and {of_pfr} on the others")
     for name, labels in backbones:
         oracle, pixels = (recorded(name, row, labels=labels) for row in ("oracle", "pixels"))
         assert oracle > 1.2 * pixels  # they have learnt something
@@ -4895,13 +4903,13 @@ def test_numbers_about_ldc_direct_in_sentences_are_true():
         f"{recorded('lwf', 'oracle'):.1f} at width 16")
     of_ldc = [gap("lwf", "ldc"), gap("lwf-w64", "ldc"), gap("lwf", "ldc", place="demo/demo")]
     assert_results_say("LDC closes {:.0f}, {:.0f} and {:.0f} %".format(*of_ldc))
-    elsewhere = {"on CIFAR-100": ("small/cifar100", "EFC CaSSLe PFR"),
-                 "on the demo": ("demo/demo", "EFC PASS CaSSLe PFR")}
-    for where, (place, strategies_there) in elsewhere.items():
+    elsewhere = {"on CIFAR-100": ("small/cifar100", ["EFC", "CaSSLe", "PFR"]),
+                 "on the demo": ("demo/demo", ["EFC", "PASS", "CaSSLe", "PFR"])}
+    for where, (place, names) in elsewhere.items():
         parts = []
-        for strategy in strategies_there.split():
-            numbers = [recorded(strategy.lower(), row, place=place) for row in rows[:2]]
-            parts.append("{} {:.1f} ({:.1f})".format(strategy, *numbers))
+        for name in names:
+            numbers = [recorded(name.lower(), row, place=place) for row in rows[:2]]
+            parts.append("{} {:.1f} ({:.1f})".format(name, *numbers))
         assert_results_say(f"{where} {', '.join(parts)}")
     readme = (HERE / "README.md").read_text(encoding="utf-8")
     closed = [gap("lwf-w64", row) for row in ("ldc", "ldc-direct")]

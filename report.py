@@ -87,17 +87,9 @@ def load(folder):
 
 
 def changes(run):
-    """What a run's command changes from the preset of its data set, strategy and scale."""
-    flags = run.get("command", "").replace("-", "_").split()
-    values = {**run, **run["settings"], **run["options"]}
-    names = {*run["settings"], *run["options"], "limit", "first_classes"}
-    names -= {"label_fraction", "buffer_size"}  # the tables' own axes
-    changed = {name: values[name] for name in sorted(names) if f"__{name}" in flags}
-    if run["tasks"] != (5 if run["dataset"] == "demo" else 10):
-        changed["tasks"] = run["tasks"]
-    if run.get("generated"):
-        changed["generated images"] = True
-    return changed
+    """What a run changes from its presets, but for label_fraction and buffer_size: table axes."""
+    return {name: value for name, value in run["changed"].items()
+            if name not in ("label_fraction", "buffer_size")}
 
 
 def describe(run):
@@ -107,14 +99,14 @@ def describe(run):
         epochs = [str(settings[name]) for name in SIZE[1:3] if name in settings]
         words += [f"width {settings.get('width')}", f"{' + '.join(epochs)} epochs"]
     for name in (name for name in changed if name not in SIZE):
-        value = "" if changed[name] is True else f" {changed[name]}"
-        words.append(name.replace("_", " ") + value)
+        value = "images" if name == "generated" else changed[name]
+        words.append(name.replace("_", " ") + ("" if value is True else f" {value}"))
     return ", ".join(words)
 
 
 def follows_paper(run):
     """Ten tasks of all classes, preset settings; in smaller scales size and rate may differ."""
-    sizes = {"paper": (), "smoke": (*SIZE, "limit", "weights", "generated images")}
+    sizes = {"paper": (), "smoke": (*SIZE, "limit", "weights", "generated")}
     fitting = {"bn_leak", *sizes.get(run["scale"], (*SIZE, "lr"))}
     if run["dataset"] == "cars" and run["settings"].get("weights") != "none":
         fitting.add("weights")  # a file instead of a download
@@ -130,7 +122,7 @@ def records_of(runs):
                  "seed": run["seed"], "what": describe(run), "run": run}
         for labels, rows in run["rows"].items():
             for row, numbers in rows.items():
-                records.append({**known, "labels": labels.split("@")[0], "row": row, **numbers})
+                records.append({**known, "labels": labels, "row": row, **numbers})
     return records
 
 
@@ -139,12 +131,9 @@ def select(records, **words):
 
 
 def numbers_of(records, metric="A_last", **words):
-    """{seed: number}; where labels were drawn several times the mean over draws."""
-    found = {}
-    for r in select(records, **words):
-        value = r["accuracy"][int(metric[1:]) - 1] if metric[0] == "t" else r[metric]
-        found.setdefault(r["seed"], []).append(value)
-    return {seed: statistics.mean(values) for seed, values in found.items()}
+    """{seed: number} of one row; metric "t3": the accuracy after task 3."""
+    return {r["seed"]: r["accuracy"][int(metric[1:]) - 1] if metric[0] == "t" else r[metric]
+            for r in select(records, **words)}
 
 
 def values_of(records, name):
@@ -214,9 +203,8 @@ def paper_table(caption, columns, cells, note, records):
     return text + ([note, ""] if note else [])
 
 
-ROWS = ("pixels head none sdc sdc-unit adc ldc ldc+bias ldc+relu ldc-mlp ldc-eye ldc-ridge "
-        "ldc-ridge+lda ldc-direct ldc-direct+lda nme-1 nme-5 nme-10 nme-20 nme-50 oracle "
-        "oracle+lda").split()
+ROWS = ("pixels head none sdc sdc-unit adc ldc ldc+bias ldc+relu ldc-mlp ldc-ridge ldc-ridge+lda "
+        "nme-1 nme-5 nme-10 nme-20 nme-50 oracle oracle+lda").split()
 COMPENSATORS = r"(?!pixels$|head$|none$|oracle$|nme-|.*\+lda$).*"
 
 

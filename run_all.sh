@@ -9,10 +9,10 @@
 #   bash run_all.sh --list paper           print the commands, one a line, for xargs -P, GNU parallel
 #                                          or a Slurm array
 #
-# Finished runs are skipped, interrupted ones go on, a failing one is named at the end and does not
+# Finished runs are skipped, interrupted ones continue, failed ones are named at the end and do not
 # stop the others. Environment: SEEDS="0 1" instead of the paper's number of seeds; OUT and DATA, the
-# folders of runs and data sets; JOBS, runs at a time; WEIGHTS, a file for Table 2's ViT; LDC_FLAGS,
-# flags for every run; PYTHON.
+# folders of runs and data sets; WEIGHTS, a file for Table 2's ViT; LDC_FLAGS, flags for every run;
+# PYTHON.
 #
 # Hours are of one GPU for one seed, estimated, not measured: epochs x images x views x FLOPs (three
 # forward passes for a network that trains, one for a frozen one) at 30 TFLOP/s in bfloat16, 8 in
@@ -26,8 +26,8 @@ experiments() { cat <<'END'
 table1,table3,table5,fig-drift,fig-nme,fig-kde     5 cifar100     lwf                                           # none 40.5, SDC 40.6, LDC 45.4; 0.2 h
 table1,fig-nme                                     5 tinyimagenet lwf                                           # none 28.6, SDC 29.5, LDC 34.2; 1.8 h
 table1,table4,fig-nme                              5 imagenet100  lwf                                           # none 44.0, SDC 42.6, LDC 51.4; 7.4 h
-table3,table5,table6,fig-drift                     3 cifar100     cassle --label-seeds 0 1 2                    # 25 %: none 23.6, SDC 26.5, LDC 35.0; 2.6 h
-table4                                             3 imagenet100  cassle --label-seeds 0 1 2                    # 25 %: none 27.36, SDC 26.6, LDC 35.8; 13.8 h
+table3,table5,table6,fig-drift                     3 cifar100     cassle                                        # 25 %: none 23.6, SDC 26.5, LDC 35.0; 2.6 h
+table4                                             3 imagenet100  cassle                                        # 25 %: none 27.36, SDC 26.6, LDC 35.8; 13.8 h
 table1,table3                                      5 cifar100     pass                                          # 37.8; 0.8 h
 table1,copied                                      5 cifar100     efc                                           # 43.6; 0.3 h
 fig-drift                                          5 cifar100     joint                                         # upper bound, no number; 0.9 h
@@ -36,7 +36,7 @@ table1,copied                                      5 tinyimagenet efc           
 table1,table4                                      5 imagenet100  pass                                          # 38.7; 26.9 h
 table1,copied                                      5 imagenet100  efc                                           # 47.3; 2.9 h
 table2                                             3 cars         finetune --no-amp                             # none 53.4, SDC 53.3, LDC 62.9; 1.7 h
-table3                                             3 cifar100     pocon --label-seeds 0 1 2                     # 25 %: 22.4, 26.7, 33.8; 3.7 h
+table3                                             3 cifar100     pocon                                         # 25 %: 22.4, 26.7, 33.8; 3.7 h
 table3                                             1 cifar100     pass --label-fraction 0.008                   # 5.91; 0.1 h
 table3                                             1 cifar100     pass --label-fraction 0.05                    # 15.13; 0.1 h
 table3                                             1 cifar100     pass --label-fraction 0.25                    # 15.84; 0.2 h
@@ -46,7 +46,7 @@ table3,copied                                      3 cifar100     nncsl --label-
 table3                                             3 cifar100     nncsl --label-fraction 0.008 --buffer-size 0  # 8.7; 1.8 h
 table3                                             3 cifar100     nncsl --label-fraction 0.05 --buffer-size 0   # 9.0; 1.8 h
 table3                                             3 cifar100     nncsl --label-fraction 0.25 --buffer-size 0   # 9.32; 1.8 h
-table4                                             3 imagenet100  pocon --label-seeds 0 1 2                     # 25 %: 25.8, 25.7, 34.0; 19.9 h
+table4                                             3 imagenet100  pocon                                         # 25 %: 25.8, 25.7, 34.0; 19.9 h
 table4                                             1 imagenet100  pass --label-fraction 0.01                    # 1.76; 0.6 h
 table4                                             1 imagenet100  pass --label-fraction 0.05                    # 10.36; 1.7 h
 table4                                             1 imagenet100  pass --label-fraction 0.25                    # 23.9; 7.0 h
@@ -56,7 +56,6 @@ table4                                             3 imagenet100  nncsl --label-
 table4                                             3 imagenet100  nncsl --label-fraction 0.01 --buffer-size 500 # 9.93; 13.1 h
 table4                                             3 imagenet100  nncsl --label-fraction 0.05 --buffer-size 500 # 15.1; 13.1 h
 table4                                             3 imagenet100  nncsl --label-fraction 0.25 --buffer-size 500 # 16.6; 13.1 h
-# these begin with the first task of LwF or of CaSSLe, where that is there
 table1                                             5 cifar100     fetril                                        # 37.0; 0.1 h
 table1                                             5 cifar100     fecam                                         # 33.1; 0.1 h
 table1                                             5 tinyimagenet fetril                                        # 24.4; 0.1 h
@@ -64,10 +63,10 @@ table1                                             5 tinyimagenet fecam         
 table1                                             5 imagenet100  fetril                                        # 40.7; 0.3 h
 table1                                             5 imagenet100  fecam                                         # 42.4; 0.3 h
 fig-drift                                          1 cifar100     joint-ssl                                     # upper bound, no number; 10.6 h
-table3                                             3 cifar100     pfr --label-seeds 0 1 2                       # 25 %: 25.7, 24.8, 33.4; 2.4 h
+table3                                             3 cifar100     pfr                                           # 25 %: 25.7, 24.8, 33.4; 2.4 h
 table3                                             3 cifar100     pfr --bn-leak --tag leak                      # 25 %: 25.7, 24.8, 33.4; 2.8 h
 table3,table5,table6                               3 cifar100     cassle --bn-leak --tag leak                   # 25 %: none 23.6, SDC 26.5, LDC 35.0; 3.0 h
-table4                                             3 imagenet100  pfr --label-seeds 0 1 2                       # 25 %: 22.0, 19.8, 33.5; 12.7 h
+table4                                             3 imagenet100  pfr                                           # 25 %: 22.0, 19.8, 33.5; 12.7 h
 END
 }
 all="table1 table2 table3 table4 table5 table6 fig-drift fig-toy fig-nme fig-kde"
@@ -85,21 +84,12 @@ for word in "$@"; do
 done
 what=${what:-$all} OUT=${OUT:-runs} DATA=${DATA:-data} LDC_FLAGS=${LDC_FLAGS:-} WEIGHTS=${WEIGHTS:-}
 [ -x .venv/bin/python ] && PYTHON=${PYTHON:-.venv/bin/python}
-PYTHON=${PYTHON:-python}
-if [ $scale = smoke ]; then copied=yes SEEDS=${SEEDS:-0} WEIGHTS=${WEIGHTS:-none} JOBS=${JOBS:-2}; fi
-JOBS=${JOBS:-1} SEEDS=${SEEDS:-}
-refuse() { echo "error: $1" >&2; exit 2; }
-case $JOBS in *[!0-9]* | '' | 0*) refuse "JOBS=$JOBS is no number of runs; expected 1 or more.";; esac
-case $SEEDS in *[!0-9\ ]*) refuse "SEEDS=$SEEDS is no list of seeds; expected numbers apart by spaces.";; esac
-# a command is one line that a shell reads: nothing in it may mean something to that shell
-special="[][:cntrl:]'\"\\\\;&|<>()\$\`*?#!{}[]"
-case $OUT$DATA$WEIGHTS$PYTHON in *$special* | *[[:space:]]*)
-  refuse "OUT, DATA, WEIGHTS and PYTHON must not contain spaces or characters special to a shell.";; esac
-case $LDC_FLAGS in *$special*) refuse "LDC_FLAGS must not contain characters special to a shell.";; esac
+PYTHON=${PYTHON:-python} SEEDS=${SEEDS:-}
+if [ $scale = smoke ]; then copied=yes SEEDS=${SEEDS:-0} WEIGHTS=${WEIGHTS:-none}; fi
 
 commands() { # one a line, for what was asked for
   experiments | while read -r fills seeds dataset strategy flags; do
-    start="$PYTHON ldc.py" wanted=no
+    start="$(printf %q "$PYTHON") ldc.py" wanted=no
     for one in $what; do case ",$fills," in *",$one,"*) wanted=yes;; esac; done
     case $fills in *,copied) [ $copied = yes ] || wanted=no;; esac
     [ $wanted = yes ] || continue
@@ -107,7 +97,7 @@ commands() { # one a line, for what was asked for
     case $flags in --label-fraction*) # a folder of its own
       tag=${flags// /} tag=${tag#--}; flags="$flags --tag ${tag//--/-}";;
     esac
-    [ -n "$WEIGHTS" ] && [ "$dataset" = cars ] && flags="$flags --weights $WEIGHTS"
+    [ -n "$WEIGHTS" ] && [ "$dataset" = cars ] && flags="$flags --weights $(printf %q "$WEIGHTS")"
     if [ $scale = smoke ]; then # one thread a run: the same numbers however many share the cores
       start="env OMP_NUM_THREADS=1 $start" flags="$flags --generated --device cpu"
       case "$dataset $strategy" in # half of a run's time is ADC, one run is enough; the ViT is full-sized
@@ -118,36 +108,23 @@ commands() { # one a line, for what was asked for
     fi
     for seed in ${SEEDS:-$(seq 0 $((seeds - 1)))}; do
       echo $start --dataset "$dataset" --strategy "$strategy" $flags --scale $scale --seed "$seed" \
-        --out-dir "$OUT" --data-dir "$DATA" $LDC_FLAGS
+        --out-dir "$(printf %q "$OUT")" --data-dir "$(printf %q "$DATA")" $LDC_FLAGS
     done
   done
 }
 if [ $list_only = yes ]; then commands; exit; fi
 
-"$PYTHON" -c 'import torch, torchvision' 2> /dev/null ||
-  refuse "$PYTHON has no torch and torchvision; see README.md, or set PYTHON."
-failures=$(mktemp) && export failures || exit 2
-set -m # the runs are a process group of their own, which a signal to this script stops
-commands | tr '\n' '\0' | xargs -0 -n 1 -P "$JOBS" bash -c '
-  [ $# = 1 ] || exit 0
-  echo "$1" >&2
-  eval "$1" > /dev/null; code=$?
-  [ $code = 0 ] || echo "exit code $code: $1" >> "$failures"
-  [ $code != 130 ] || exit 255 # interrupted: xargs starts no further run' run &
-runs=$!
-stop() { trap '' INT TERM; kill -s "$1" -- -"$group" 2> /dev/null; wait; rm -f "$failures"; exit "$2"; }
-group=$(jobs -p %%)
-trap 'stop INT 130' INT
-trap 'stop TERM 143' TERM
-set +m
-wait "$runs"
-grep -q "^exit code 130" "$failures" && { rm -f "$failures"; exit 130; }
+failures=''
+while read -r command <&3; do
+  echo "$command" >&2
+  bash -c "$command" > /dev/null; code=$?
+  [ $code = 130 ] && exit 130 # Ctrl-C
+  [ $code = 0 ] || failures="$failures
+exit code $code: $command"
+done 3< <(commands)
 
 "$PYTHON" report.py "$OUT" --scale $scale --only $what; code=$?
-if [ -s "$failures" ]; then
-  echo "$(grep -c . "$failures") of $(commands | grep -c .) runs failed; the others are complete, and the" \
-    "same command tries these again:" >&2
-  cat "$failures" >&2; code=1
+if [ -n "$failures" ]; then
+  echo "These runs failed; the same command tries them again:$failures" >&2; code=1
 fi
-rm -f "$failures"
 exit $code

@@ -1,9 +1,70 @@
-"""Beyond the paper, on torch and ldc.py alone: a whitened read-out (lda) and ADC."""
+"""Beyond the paper, on torch and ldc.py alone: prototypes with an anchor, a whitened read-out, ADC.
+"""
 from dataclasses import dataclass
 
 import torch
+import torch.nn as nn
+import torch.nn.functional as F
 
-from ldc import PrototypeStore, class_means, moved_by, ncm, to_float64
+from ldc import PrototypeStore, class_means, ldc_update, moved_by, ncm, to_float64
+
+# ldc-anchor: LDC from a wider old space, [phi(x), f_{t-1}(x)], phi a fixed random function of the
+# image. The class means of phi are taken while the images are there and stay exact for ever, so of
+# what a prototype [phi-mean, P] is moved by only P is an estimate, and errors stop adding up.
+
+
+def random_filters(count, channels, size, seed):
+    """Filters (count, channels, size, size) of unit norm, the same ones on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(count, channels, size, size, generator=generator)
+    if channels == 3:  # blind to brightness
+        weight = weight - weight.mean((1, 2, 3), keepdim=True)
+    return weight / weight.flatten(1).norm(dim=1)[:, None, None, None]
+
+
+def both_signs(x, threshold):
+    """(N, c, H, W) -> (N, 2c, H, W): what exceeds the threshold, and what falls below minus it."""
+    return torch.cat([F.relu(x - threshold), F.relu(-x - threshold)], 1)
+
+
+class Anchor(nn.Module):
+    """phi: normalised images (N, 3, H, W), pooled to 32 x 32 if larger -> (N, dim)."""
+
+    def __init__(self, first=128, second=512, groups=16):
+        super().__init__()
+        self.groups = groups  # a filter of the second layer sees one group of channels: cheaper
+        self.dim = 2 * first + 2 * second
+        weights = random_filters(first, 3, 5, 0), random_filters(second, 2 * first // groups, 3, 1)
+        for name, weight in zip(("first", "second"), weights):
+            self.register_buffer(name, weight, persistent=False)
+
+    def forward(self, x):
+        if x.shape[-1] > 32:
+            x = F.interpolate(x, size=(32, 32), mode="area")
+        h = F.avg_pool2d(both_signs(F.conv2d(x, self.first, padding=2), 0.5), 2)
+        h = h / (h.square().mean((1, 2, 3), keepdim=True).sqrt() + 1e-6)
+        g = both_signs(F.conv2d(h, self.second, padding=1, groups=self.groups), 0.2)
+        return torch.cat([h.mean((2, 3)), g.mean((2, 3))], 1)
+
+
+class Beside(nn.Module):
+    """The wide space: images -> [phi(x), f(x)], (N, dim + d)."""
+
+    def __init__(self, anchor, model):
+        super().__init__()
+        self.anchor = anchor
+        self.model = model
+
+    def forward(self, x):
+        return torch.cat([self.anchor(x), self.model(x)], 1)
+
+
+def anchored_update(prototypes, anchor, old_model, new_model, batches, ridge=1e-4):
+    """ldc_update of [phi-mean, P] (C, dim + d), of which P moves and the anchor stays."""
+    moved = ldc_update(prototypes, Beside(anchor, old_model), new_model, batches, solver="ridge",
+                       ridge=ridge)
+    return torch.cat([prototypes[:, :anchor.dim], moved], 1)
+
 
 # lda: nearest mean after whitening with one covariance, which is moved like the prototypes.
 

@@ -34,7 +34,7 @@ import data
 import ldc
 import report
 import strategies
-from beyond import ScatterStore, adc_update, lda
+from beyond import Anchor, ScatterStore, adc_update, lda
 from data import UserError, chunk_size
 from ldc import (PROJECTORS, PrototypeStore, fit_projector, herding, ncm, paired_pass, sdc_update,
                  to_float64)
@@ -56,6 +56,7 @@ OPTIONS = {  # name -> (default, help); P paper, S supplement, ldc the authors' 
     # one cached pass is ten times faster than the authors' way and as good (0.08 points, 3 seeds)
     "ldc_passes": (1, "augmented passes for Adam; the authors: one per epoch; 0: clean images"),
     "ridge": (1e-3, "pull of the row ldc-ridge towards the identity"),  # ours
+    "anchor_ridge": (1e-4, "the same of the row ldc-anchor"),  # ours
     "lda_shrink": (1.0, "pull of the lda read-out towards a sphere"),  # ours
     "sdc_sigma": (0.3, "width of SDC's kernel"),  # S
     "adc_alpha": (25.0, "length of ADC's steps"),  # ldc exps/lwf.json, as the next two
@@ -116,8 +117,8 @@ def preset_options(strategy, dataset, scale):
 def needs(*what, linear=False):
     """Mark what a compensator needs beside paired features, and whether it can move a scatter too.
 
-    what: "networks", "old images" and "exemplars" under f_t (not exemplar-free), "all labels".
-    A linear one is also read out with lda, as the row <name>+lda.
+    what: "networks"; "anchor", prototypes [phi-mean, P]; "old images" and "exemplars" under f_t,
+    "all labels" (not exemplar-free). A linear one is also read out with lda, as the row <name>+lda.
     """
     def mark(compensator):
         compensator.needs = what
@@ -143,6 +144,7 @@ class Drift:
     old_model: object = None  # f_{t-1}; this and the next two are missing in a replay
     new_model: object = None  # f_t
     task: object = None  # task[index] gives its clean images
+    phi: torch.Tensor | None = None  # the images' fixed random features, (N, a)
     # old classes under f_t, for the rows that are not exemplar-free
     oracle: ScatterStore | None = None
     exemplars: list = field(default_factory=list)  # nme: features (k, d) for each class
@@ -159,19 +161,22 @@ class Drift:
             passes.append(paired_pass(self.old_model, self.new_model, views))
         return passes
 
-    def projector(self, kind="linear", solver="adam"):
+    def projector(self, kind="linear", solver="adam", anchored=False):
         """p_F of Eq. 1, fitted once and shared by all rows that it moves."""
-        if (kind, solver) not in self.projectors:
+        key = kind, solver, anchored
+        if key not in self.projectors:
             o = self.options
             pairs = [(self.feats_old, self.feats_new)]
             if solver == "adam" and o.ldc_passes:
                 pairs = self.augmented[:o.ldc_passes]
+            if anchored:
+                pairs = [(torch.cat([self.phi, self.feats_old], 1), self.feats_new)]
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(self.seed)  # a resumed run fits what an undisturbed one fits
-                self.projectors[kind, solver] = fit_projector(
+                self.projectors[key] = fit_projector(
                     *zip(*pairs), projector=kind, solver=solver, epochs=o.ldc_epochs, lr=o.ldc_lr,
-                    batch_size=o.ldc_batch_size, ridge=o.ridge)
-        return self.projectors[kind, solver]
+                    batch_size=o.ldc_batch_size, ridge=o.anchor_ridge if anchored else o.ridge)
+        return self.projectors[key]
 
     @functools.cached_property
     def oracle_vectors(self):
@@ -212,6 +217,12 @@ def ldc_ridge(prototypes, drift):
     return drift.projector("linear", "ridge")(prototypes)
 
 
+@needs("anchor", linear=True)
+def ldc_anchor(prototypes, drift):
+    moved = drift.projector("linear", "ridge", anchored=True)(prototypes)
+    return torch.cat([prototypes[:, :-moved.shape[1]], moved], 1)  # phi-means stay
+
+
 MEMORY = (1, 5, 10, 20, 50)  # images per class that the nme rows keep
 COMPENSATORS = {
     "none": lambda p, drift: p,
@@ -226,6 +237,7 @@ COMPENSATORS = {
     # ours, not in the paper
     "sdc-unit": lambda p, drift: sdc(p, drift, unit=True),
     "ldc-ridge": ldc_ridge,
+    "ldc-anchor": ldc_anchor,
 }
 
 
@@ -268,6 +280,7 @@ class Observation:
     labelled: dict  # set of labels -> numbers of the labelled images
     test_feats: torch.Tensor  # test images of all classes so far under f_t, (M, d)
     test_labels: torch.Tensor  # (M,)
+    phi: torch.Tensor | None = None  # the training images' fixed random features, (N, a)
     drift: Drift | None = None  # None in the first task, and where the backbone stands still
     predictions: dict = field(default_factory=dict)  # row -> set of labels -> (M,)
 
@@ -307,17 +320,20 @@ class PrototypeRow(Row):
                 self.store.move(lambda p: COMPENSATORS[self.compensator](p, observed.drift))
             except ValueError as error:
                 raise UserError(f"the row {self.name}: {error}") from None
-        index = observed.labelled[self.label_set]
-        if "all labels" in needed([self.compensator]):
-            index = slice(None)
-        self.store.add(observed.feats[index], observed.labels[index], observed.classes)
+        needs = needed([self.compensator])
+        index = slice(None) if "all labels" in needs else observed.labelled[self.label_set]
+        feats = observed.feats[index]
+        if "anchor" in needs:
+            feats = torch.cat([observed.phi[index], feats], 1)
+        self.store.add(feats, observed.labels[index], observed.classes)
+        self.prototypes = self.store.means[:, -observed.feats.shape[1]:]  # without phi-means
 
     def read_out(self, feats, classes, options):
         """Eq. 3 among the first classes: (N, d) -> (N,)."""
-        return ncm(feats, self.store.means[:classes], options.metric)
+        return ncm(feats, self.prototypes[:classes], options.metric)
 
     def classify(self, observed, options):
-        return self.read_out(observed.test_feats, len(self.store.means), options)
+        return self.read_out(observed.test_feats, len(self.prototypes), options)
 
     def score_first_tasks(self, observed, sizes, options):
         """Figure 1: images and candidates of the first tasks alone."""
@@ -336,8 +352,9 @@ class LdaRow(PrototypeRow):
         self.store = ScatterStore()
 
     def read_out(self, feats, classes, options):
-        prototypes = self.store.means[:classes]
-        return lda(feats, prototypes, self.store.covariance(), options.lda_shrink)
+        d = feats.shape[1]
+        covariance = self.store.covariance()[-d:, -d:]
+        return lda(feats, self.prototypes[:classes], covariance, options.lda_shrink)
 
 
 def make_rows(compensators, sets, predicted):
@@ -371,7 +388,7 @@ def score(rows, observed, sizes, options):
         if isinstance(row, PrototypeRow):
             row.score_first_tasks(observed, sizes, options)
             if row.label_set in oracles:
-                distance = 1 - F.cosine_similarity(row.store.means, oracles[row.label_set])
+                distance = 1 - F.cosine_similarity(row.prototypes, oracles[row.label_set])
                 row.curves["oracle_distance"].append([round(d, 5) for d in distance.tolist()])
 
 
@@ -472,6 +489,7 @@ class Run:
         self.rows = make_rows(self.compensators, self.label_sets, predicted)
         self.tasks_done = 0
         self.model = None  # f_t
+        self.anchor = Anchor().to(args.device)
         self.exemplars = {}  # class -> numbers of its images, in nme's order
         self.test_feats = []  # of earlier tasks, if the backbone is frozen
 
@@ -502,11 +520,14 @@ class Run:
         t = self.tasks_done
         old_model = self.model
         self.model = self.strategy.snapshot()
-        drift = None
+        drift = phi = None
+        if "anchor" in self.needs:
+            phi = features(self.anchor, task.clean_images, task.clean)
         if t and not self.strategy.frozen_after_first:
             pieces = task.clean_images.split(chunk_size(task.clean_images))
             pairs = paired_pass(old_model, self.model, map(task.clean, pieces))
-            drift = Drift(*pairs, self.options, self.seed * 1000 + t, old_model, self.model, task)
+            drift = Drift(*pairs, self.options, self.seed * 1000 + t, old_model, self.model, task,
+                          phi)
             feats = drift.feats_new
             if "old images" in self.needs:
                 drift.oracle, drift.exemplars = self.look_at_old_classes()
@@ -521,7 +542,7 @@ class Run:
                 self.exemplars[c] = herding(feats[task.labels == c], max(MEMORY))
         labelled = {key: labelled_images(task, key, self.seed) for key in self.label_sets}
         return Observation(task.classes, feats, task.labels, labelled, test_feats, test_labels,
-                           drift)
+                           phi, drift)
 
     def test_features(self, t, transform):
         """Test images of all classes so far, (M, d) and (M,); a standing backbone adds new ones."""
@@ -676,7 +697,7 @@ def restore(path, options):
     observed = Observation(**{**kept, "classes": range(*kept["classes"]), "drift": None})
     if kept["drift"]:
         seen = kept["drift"]
-        drift = Drift(seen["feats_old"], observed.feats, options, seen["seed"])
+        drift = Drift(seen["feats_old"], observed.feats, options, seen["seed"], phi=observed.phi)
         drift.augmented = seen["augmented"]
         drift.exemplars = seen["exemplars"]
         drift.oracle = seen["oracle"] and ScatterStore(**seen["oracle"])
@@ -721,6 +742,7 @@ def check_replay(folder, drift, compensators):
     missing = {"networks"}
     missing |= set() if drift.oracle else {"old images"}
     missing |= set() if drift.exemplars else {"exemplars"}
+    missing |= set() if drift.phi is not None else {"anchor"}
     for name in compensators:
         if needed([name]) & missing:
             raise UserError(f"the row {name} needs {' and '.join(sorted(needed([name]) & missing))}"
@@ -730,7 +752,7 @@ def check_replay(folder, drift, compensators):
                         "--ldc-passes of at most that.")
 
 
-PREDICTS = ("ldc-ridge", "ldc", "none")  # the row that predicts, the first that a run has
+PREDICTS = ("ldc-anchor", "ldc-ridge", "ldc", "none")  # the row that predicts, the first that a run has
 
 
 class Classifier:

@@ -16,12 +16,13 @@ import math
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
 import uuid
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -63,6 +64,8 @@ OPTIONS = {  # name -> (default, help); P paper, S supplement, ldc the authors' 
     "adc_steps": (3, "number of ADC's steps"),
     "adc_images": (100, "images that ADC perturbs for each class"),
     "metric": ("cosine", "of nearest means: cosine (the authors' code) or euclidean (paper)"),
+    # the only published prototype code of the self-supervised half (POCON's) has them
+    "unit_features": (False, "features have unit norm before prototypes and drift, too"),
 }
 OPTIONS_BY_DATASET = {
     "imagenet100": dict(sdc_sigma=1.0),  # S
@@ -146,7 +149,7 @@ class Drift:
     task: object = None  # task[index] gives its clean images
     phi: torch.Tensor | None = None  # the images' fixed random features, (N, a)
     # old classes under f_t, for the rows that are not exemplar-free
-    oracle: ScatterStore | None = None
+    oracle: dict = field(default_factory=dict)  # unit_features -> ScatterStore
     exemplars: list = field(default_factory=list)  # nme: features (k, d) for each class
     projectors: dict = field(default_factory=dict)
 
@@ -181,7 +184,7 @@ class Drift:
     @functools.cached_property
     def oracle_vectors(self):
         """The true means of the old classes under f_t (C, d), and a factor of their scatter."""
-        return self.oracle.vectors()
+        return self.oracle[self.options.unit_features].vectors()
 
 
 def sdc(prototypes, drift, unit=False):
@@ -376,8 +379,26 @@ def accuracy(predictions, labels):
     return 100 * to_float64(predictions == labels).mean().item()
 
 
+def with_unit_norm(observed):
+    """The same observation through networks whose features have unit norm."""
+    def unit(x):
+        return tree_map_only(torch.Tensor, F.normalize, x)
+
+    drift = observed.drift
+    if drift is not None:
+        old_model, new_model = drift.old_model, drift.new_model
+        drift = replace(drift, feats_old=unit(drift.feats_old), feats_new=unit(drift.feats_new),
+                        exemplars=unit(drift.exemplars), old_model=lambda x: unit(old_model(x)),
+                        new_model=lambda x: unit(new_model(x)))
+        drift.augmented = unit(observed.drift.augmented)
+    return replace(observed, feats=unit(observed.feats), test_feats=unit(observed.test_feats),
+                   drift=drift)
+
+
 def score(rows, observed, sizes, options):
     """Move the old prototypes, append the new ones, classify: one more number in every curve."""
+    if options.unit_features:
+        observed = with_unit_norm(observed)
     for row in rows:
         row.update(observed)
     oracles = {row.label_set: row.store.means for row in rows if row.name == "oracle"}
@@ -468,6 +489,72 @@ class Log:
             file.write(json.dumps({"time": round(time.time(), 1), **event}) + "\n")
 
 
+class Terminated(BaseException):
+    """SIGTERM came, and what could be saved in time is saved."""
+
+
+class Progress:
+    """An interrupted task: a file from which training goes on after its last saved epoch.
+
+    SIGTERM, as from Slurm, saves at the end of the epoch if that comes within 30 seconds.
+    """
+
+    every = 600  # seconds between two saves
+
+    def __init__(self, path, identity, device):
+        self.path = path
+        self.identity = json.loads(json.dumps(identity))
+        self.kept = read_tensors(path, device) if path.exists() else {}
+        if self.kept:
+            check_same_experiment(path.parent, self.kept["identity"], self.identity)
+        self.saved = time.perf_counter()
+        self.cost = 0.0  # seconds of a save
+        self.terminating = False
+
+    def find(self, task, phase):
+        """The last saved state of a phase of this task, or None."""
+        return self.kept["phases"].get(phase) if self.kept.get("task") == task else None
+
+    def due(self, last):
+        """At the end of a phase, else after a while that makes saving at most 2 % of the time."""
+        wait = max(self.every, 50 * self.cost)
+        return last or self.terminating or time.perf_counter() - self.saved > wait
+
+    def save(self, task, phase, state):
+        began = time.perf_counter()
+        phases = self.kept["phases"] if self.kept.get("task") == task else {}
+        self.kept = {"identity": self.identity, "task": task, "phases": {**phases, phase: state}}
+        write_tensors(self.path, self.kept)
+        self.saved = time.perf_counter()
+        self.cost = self.saved - began
+        self.stop_if_terminating()
+
+    def stop_if_terminating(self):
+        if self.terminating:
+            raise Terminated
+
+    @contextlib.contextmanager
+    def heeding_sigterm(self):
+        def give_up(*_):
+            raise Terminated
+
+        def terminate(*_):
+            self.terminating = True
+            signal.alarm(30)
+
+        if not hasattr(signal, "alarm"):  # Windows
+            yield
+            return
+        before = {number: signal.signal(number, handler) for number, handler in
+                  ((signal.SIGTERM, terminate), (signal.SIGALRM, give_up))}
+        try:
+            yield
+        finally:
+            signal.alarm(0)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
 class Run:
     """One strategy, one seed: what is kept between two tasks, and what happens within one."""
 
@@ -526,8 +613,8 @@ class Run:
         if t and not self.strategy.frozen_after_first:
             pieces = task.clean_images.split(chunk_size(task.clean_images))
             pairs = paired_pass(old_model, self.model, map(task.clean, pieces))
-            drift = Drift(*pairs, self.options, self.seed * 1000 + t, old_model, self.model, task,
-                          phi)
+            drift = Drift(*pairs, self.options, strategies.seed_of(self.seed, t, 4), old_model,
+                          self.model, task, phi)
             feats = drift.feats_new
             if "old images" in self.needs:
                 drift.oracle, drift.exemplars = self.look_at_old_classes()
@@ -555,11 +642,12 @@ class Run:
 
     def look_at_old_classes(self):
         """The only reader of old images in an exemplar-free run; it serves oracle and nme alone."""
-        oracle = ScatterStore()
+        oracle = {False: ScatterStore(), True: ScatterStore()}
         exemplars = []
         for task in self.stream.reopen_finished_tasks(self.tasks_done - 1, reader="oracle"):
             feats = features(self.model, task.clean_images, task.clean)
-            oracle.add(feats, task.labels, task.classes)
+            for unit, store in oracle.items():
+                store.add(F.normalize(feats) if unit else feats, task.labels, task.classes)
             exemplars += [feats[task.labels == c][self.exemplars[c]] for c in task.classes
                           if c in self.exemplars]
             del task  # its images go before the next ones come
@@ -652,18 +740,23 @@ def run_seed(args, dataset, seed):
     with locked(folder):
         if result:
             run.load(folder, result)
+        progress = Progress(folder / "progress.pt", identity, run.stream.device)
+        run.strategy.progress = progress
         context = {"command": args.command, **identity, "changed": args.changed,
                    **provenance(run.stream.device)}
         run.log.path = folder / "log.jsonl"
         run.log.write(context)
         run.log.tasks = args.tasks
-        while run.tasks_done < args.tasks:
-            observed = run.step()
-            if args.keep_features:
-                keep(folder / f"features-{run.tasks_done:02d}.pt", observed)
-            del observed  # with the task's images, before the next task's are loaded
-            result = run.save(folder, context)
-            run.report_task()
+        with progress.heeding_sigterm():
+            while run.tasks_done < args.tasks:
+                observed = run.step()
+                if args.keep_features:
+                    keep(folder / f"features-{run.tasks_done:02d}.pt", observed)
+                del observed  # with the task's images, before the next task's are loaded
+                result = run.save(folder, context)
+                progress.path.unlink(missing_ok=True)
+                run.report_task()
+                progress.stop_if_terminating()
     return result
 
 
@@ -687,7 +780,7 @@ def keep(path, observed):
     if drift is not None:
         kept["drift"] = {"feats_old": drift.feats_old, "seed": drift.seed,
                          "augmented": drift.augmented, "exemplars": drift.exemplars,
-                         "oracle": drift.oracle and vars(drift.oracle)}
+                         "oracle": {unit: vars(store) for unit, store in drift.oracle.items()}}
     write_tensors(path, kept)
 
 
@@ -700,7 +793,7 @@ def restore(path, options):
         drift = Drift(seen["feats_old"], observed.feats, options, seen["seed"], phi=observed.phi)
         drift.augmented = seen["augmented"]
         drift.exemplars = seen["exemplars"]
-        drift.oracle = seen["oracle"] and ScatterStore(**seen["oracle"])
+        drift.oracle = {unit: ScatterStore(**store) for unit, store in seen["oracle"].items()}
         observed.drift = drift
     return observed
 
@@ -1073,7 +1166,11 @@ def main(argv=None):
               "space left, and run again.", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\nstopped; the same command continues after its last finished task.",
+        print("\nstopped; the same command continues after its last saved epoch.",
               file=sys.stderr)
         return 130
+    except Terminated:
+        print("\nterminated; the same command continues after its last saved epoch.",
+              file=sys.stderr)
+        return 143
     return 0

@@ -27,6 +27,14 @@ def both_signs(x, threshold):
     return torch.cat([F.relu(x - threshold), F.relu(-x - threshold)], 1)
 
 
+def at_most_32(x):
+    """Images (N, 3, H, H), larger ones averaged down to 32 x 32."""
+    if x.shape[-1] <= 32:
+        return x
+    where = x.cpu() if x.device.type == "mps" else x  # MPS pools by whole factors alone
+    return F.adaptive_avg_pool2d(where, 32).to(x.device)
+
+
 class Anchor(nn.Module):
     """phi: normalised images (N, 3, H, W), pooled to 32 x 32 if larger -> (N, dim)."""
 
@@ -39,8 +47,7 @@ class Anchor(nn.Module):
             self.register_buffer(name, weight, persistent=False)
 
     def forward(self, x):
-        if x.shape[-1] > 32:
-            x = F.interpolate(x, size=(32, 32), mode="area")
+        x = at_most_32(x)
         h = F.avg_pool2d(both_signs(F.conv2d(x, self.first, padding=2), 0.5), 2)
         h = h / (h.square().mean((1, 2, 3), keepdim=True).sqrt() + 1e-6)
         g = both_signs(F.conv2d(h, self.second, padding=1, groups=self.groups), 0.2)

@@ -35,15 +35,10 @@ import data
 import ldc
 import report
 import strategies
-from beyond import Anchor, ScatterStore, adc_update, lda
+from beyond import Anchor, ScatterStore, adc_update, at_most_32, lda
 from data import UserError, chunk_size
 from ldc import (PROJECTORS, PrototypeStore, fit_projector, herding, ncm, paired_pass, sdc_update,
-                 to_float64)
-
-try:
-    import fcntl
-except ImportError:  # Windows has no such locks
-    fcntl = None
+                 to_float64, worse_than_identity)
 
 # --------------------------------------------------------------------------------------------------
 # Presets: flag > scale > data set > strategy > default, for the settings of strategies and the
@@ -74,8 +69,8 @@ OPTIONS_BY_DATASET = {
 }
 OPTIONS_BY_SCALE = {
     # small batches give Adam about the paper's number of steps, 800, on fewer images; at its rate
-    # of 1e-3 it ends 2 points lower
-    "demo": dict(ldc_lr=5e-3, ldc_batch_size=50, adc_images=20),
+    # of 1e-3 it does not arrive
+    "demo": dict(ldc_lr=0.01, ldc_batch_size=50, adc_images=20),
     "smoke": dict(ldc_epochs=20, ldc_batch_size=16, ldc_passes=1, adc_images=4),
 }
 # Shares of the paper's epochs and batches, the widest ResNet-18, and images per class (limit).
@@ -152,6 +147,7 @@ class Drift:
     oracle: dict = field(default_factory=dict)  # unit_features -> ScatterStore
     exemplars: list = field(default_factory=list)  # nme: features (k, d) for each class
     projectors: dict = field(default_factory=dict)
+    warning: str = ""  # about a p_F that does harm
 
     @functools.cached_property
     def augmented(self):
@@ -179,6 +175,7 @@ class Drift:
                 self.projectors[key] = fit_projector(
                     *zip(*pairs), projector=kind, solver=solver, epochs=o.ldc_epochs, lr=o.ldc_lr,
                     batch_size=o.ldc_batch_size, ridge=o.anchor_ridge if anchored else o.ridge)
+            self.warning = self.warning or worse_than_identity(self.projectors[key], *pairs[0])
         return self.projectors[key]
 
     @functools.cached_property
@@ -187,13 +184,42 @@ class Drift:
         return self.oracle[self.options.unit_features].vectors()
 
 
+def none(prototypes, drift):
+    """no compensation"""
+    return prototypes
+
+
 def sdc(prototypes, drift, unit=False):
+    """semantic drift compensation: the mean drift of the images around a prototype"""
     sigma = drift.options.sdc_sigma
     return sdc_update(prototypes, drift.feats_old, drift.feats_new, sigma, unit)
 
 
+def sdc_unit(prototypes, drift):
+    """ours: SDC's kernel on unit-norm features"""
+    return sdc(prototypes, drift, unit=True)
+
+
+def projected(description, kind=None, solver="adam", linear=False):
+    """A compensator that moves prototypes by p_F; kind: of PROJECTORS, or what --projector says."""
+    @needs(linear=linear)
+    def update(prototypes, drift):
+        return drift.projector(kind or drift.options.projector, solver)(prototypes)
+
+    update.__doc__ = description
+    return update
+
+
+@needs("anchor", linear=True)
+def ldc_anchor(prototypes, drift):
+    """ours: the closed form from [phi(x), f(x)], phi a fixed random function of the image"""
+    moved = drift.projector("linear", "ridge", anchored=True)(prototypes)
+    return torch.cat([prototypes[:, :-moved.shape[1]], moved], 1)  # phi-means stay
+
+
 @needs("networks")
 def adc(prototypes, drift):
+    """adversarial drift compensation: images perturbed towards each old class"""
     o = drift.options
     return adc_update(prototypes, drift.task, drift.old_model, drift.new_model,
                       feats_old=drift.feats_old, alpha=o.adc_alpha, steps=o.adc_steps,
@@ -207,39 +233,29 @@ def nme(m):
         # differs: PyCIL normalises each exemplar's feature, and uses exemplars for new classes too
         return torch.stack([feats[:m].mean(0) for feats in drift.exemplars])
 
+    update.__doc__ = f"nearest mean of exemplars, with {m} stored for each class"
     return update
 
 
 @needs("old images", "all labels", linear=True)
 def oracle(prototypes, drift):
+    """true means of all old images, the upper bound"""
     return drift.oracle_vectors[:len(prototypes)]
-
-
-@needs(linear=True)
-def ldc_ridge(prototypes, drift):
-    return drift.projector("linear", "ridge")(prototypes)
-
-
-@needs("anchor", linear=True)
-def ldc_anchor(prototypes, drift):
-    moved = drift.projector("linear", "ridge", anchored=True)(prototypes)
-    return torch.cat([prototypes[:, :-moved.shape[1]], moved], 1)  # phi-means stay
 
 
 MEMORY = (1, 5, 10, 20, 50)  # images per class that the nme rows keep
 COMPENSATORS = {
-    "none": lambda p, drift: p,
+    "none": none,
     "sdc": sdc,
-    "ldc": lambda p, drift: drift.projector(drift.options.projector)(p),
-    "ldc+bias": lambda p, drift: drift.projector("linear+bias")(p),
-    "ldc+relu": lambda p, drift: drift.projector("linear+relu")(p),
-    "ldc-mlp": lambda p, drift: drift.projector("mlp")(p),
+    "ldc": projected("LDC: p_F by Adam"),
+    "ldc+bias": projected("Table 5: with a bias", "linear+bias"),
+    "ldc+relu": projected("Table 5: with a ReLU", "linear+relu"),
+    "ldc-mlp": projected("Table 5: a two-layer MLP", "mlp"),
     "adc": adc,
     **{f"nme-{m}": nme(m) for m in MEMORY},
     "oracle": oracle,
-    # ours, not in the paper
-    "sdc-unit": lambda p, drift: sdc(p, drift, unit=True),
-    "ldc-ridge": ldc_ridge,
+    "sdc-unit": sdc_unit,
+    "ldc-ridge": projected("ours: p_F in closed form", "linear", "ridge", linear=True),
     "ldc-anchor": ldc_anchor,
 }
 
@@ -249,13 +265,14 @@ def needed(names):
     return {what for name in names for what in getattr(COMPENSATORS[name], "needs", ())}
 
 
-def default_rows(strategy):
-    """The compensators of a run that names none; the costly ones where the strategy says so."""
+def default_rows(strategy, dataset):
+    """The compensators of a run that names none; the costly ones where they are worth it."""
     chosen = strategies.STRATEGIES[strategy]
     if chosen.reads_old_tasks:
         return ["none", "oracle"]
+    every = chosen.costly_rows and dataset != "demo"
     return [name for name in COMPENSATORS
-            if chosen.costly_rows or not needed([name]) & {"networks", "exemplars"}]
+            if every or not needed([name]) & {"networks", "exemplars"}]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -264,7 +281,7 @@ def default_rows(strategy):
 
 def label_sets(strategy):
     """Keys of the labelled parts that prototypes are made from: "0.25" a share, "n50" a number."""
-    return [f"{share:g}" for share in strategy.label_fractions] + [f"n{n}" for n in strategy.stored]
+    return [f"{share:g}" for share in strategy.prototype_labels] + [f"n{n}" for n in strategy.stored]
 
 
 def labelled_images(task, label_set, seed):
@@ -561,7 +578,8 @@ class Run:
     def __init__(self, args, dataset, seed):
         self.log = Log()
         self.stream = data.TaskStream(dataset, tasks=args.tasks, first_classes=args.first_classes,
-                                      seed=seed, device=args.device)
+                                      seed=seed if args.order_seed is None else args.order_seed,
+                                      device=args.device)
         self.strategy = strategies.STRATEGIES[args.strategy](
             args.settings, dataset.image_size, seed=seed, device=args.device, amp=args.amp,
             weights_file=args.weights_file, log=self.log)
@@ -590,6 +608,8 @@ class Run:
             self.classify_otherwise(task, observed)
             score(self.rows, observed, self.stream.sizes[:self.tasks_done + 1], self.options)
         self.tasks_done += 1
+        if observed.drift and observed.drift.warning:
+            self.log.show(f"task {self.tasks_done}: {observed.drift.warning}; look at ldc-ridge.")
         return observed
 
     def learn(self):
@@ -659,8 +679,8 @@ class Run:
             head = self.strategy.classify(observed.test_feats)
             observed.predictions["head"] = dict.fromkeys(self.label_sets, head)
 
-        def pixels(x):  # at most 32 x 32 of them
-            return F.adaptive_avg_pool2d(x, min(32, x.shape[-1])).flatten(1)
+        def pixels(x):
+            return at_most_32(x).flatten(1)
 
         train = features(pixels, task.clean_images, task.clean)
         tests = torch.cat([features(pixels, images, task.clean)
@@ -712,15 +732,15 @@ class Run:
         """The accuracies of the last task: all in the log, the main ones on the terminal."""
         found = by_labels(self.rows, lambda row: row.curves["accuracy"][-1])
         self.log.write({"task": self.tasks_done, "accuracy": found})
-        rows = found[f"{max(self.strategy.label_fractions):g}"]
+        rows = found[f"{max(self.strategy.prototype_labels):g}"]
         shown = [f"{name} {rows[name]:5.1f}" for name in ("head", "none", "sdc", "ldc", "oracle")
                  if name in rows]
         self.log.show("  ".join([f"task {self.tasks_done} of {self.stream.num_tasks}", *shown]))
 
 
-IDENTITY = ("dataset", "strategy", "scale", "tasks", "first_classes", "image_size", "limit",
-            "generated", "amp", "settings", "options", "compensators")
-# with the seed and the data, what makes two runs the same experiment
+# With the seed and the data, what makes two runs the same experiment.
+IDENTITY = ("dataset", "strategy", "scale", "tasks", "first_classes", "order_seed", "image_size",
+            "limit", "generated", "amp", "settings", "options", "compensators")
 
 
 def run_seed(args, dataset, seed):
@@ -737,7 +757,7 @@ def run_seed(args, dataset, seed):
             return result
     run = Run(args, dataset, seed)  # before a folder is made: wrong settings leave nothing
     folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder):
+    with held(folder):
         if result:
             run.load(folder, result)
         progress = Progress(folder / "progress.pt", identity, run.stream.device)
@@ -801,11 +821,15 @@ def restore(path, options):
 def replay(args):
     """Score a kept run again, with other rows or options; returns the content of result.json."""
     folder = Path(args.replay)
+    out = folder.parent.with_name(f"{folder.parent.name}-{args.tag or 'replay'}") / folder.name
+    if (out / "result.json").exists():
+        raise UserError(f"{out} holds a replay already: delete it, or give another --tag.")
     files = sorted(folder.glob("features-*.pt"))
     recorded = read_json(folder / "result.json")
     if not (files and recorded):
         raise UserError(f"{folder} holds no kept run: expected result.json and features-*.pt; "
                         "run ldc.py with --keep-features first.")
+    check_registered(recorded)
     compensators = args.compensators or [name for name in recorded["compensators"]
                                          if "networks" not in needed([name])]
     options = {**preset_options(recorded["strategy"], recorded["dataset"], recorded["scale"]),
@@ -822,10 +846,19 @@ def replay(args):
     result = {**recorded, "command": args.command, "replay_of": recorded["command"],
               "options": options, "changed": {**kept, **changed}, "compensators": compensators,
               "commit": commit(), "tasks_done": len(files), "rows": result_rows(rows)}
-    out = folder.parent.with_name(f"{folder.parent.name}-{args.tag or 'replay'}") / folder.name
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / "result.json", result)
     return result
+
+
+def check_registered(recorded):
+    """UserError where a run's strategy or one of its rows is not known to this process."""
+    for kind, names, known in (("strategy", [recorded["strategy"]], strategies.STRATEGIES),
+                               ("row", recorded["compensators"], COMPENSATORS)):
+        for name in names:
+            if name not in known:
+                raise UserError(f"the {kind} {name} is not registered here: run this from the file "
+                                f"that registers it, as {recorded['command']} did.")
 
 
 def check_replay(folder, drift, compensators):
@@ -845,7 +878,8 @@ def check_replay(folder, drift, compensators):
                         "--ldc-passes of at most that.")
 
 
-PREDICTS = ("ldc-anchor", "ldc-ridge", "ldc", "none")  # the row that predicts, the first that a run has
+# The row that predicts is the first of these that a run has.
+PREDICTS = ("ldc-anchor", "ldc-ridge", "ldc", "none")
 
 
 class Classifier:
@@ -857,19 +891,20 @@ class Classifier:
         if not (result and result.get("checkpoint")):
             raise UserError(f"{folder} holds no trained run: expected result.json and a "
                              "checkpoint; run ldc.py first.")
+        check_registered(result)
         state = read_tensors(folder / result["checkpoint"], device, result["sha256"])
         dataset = "demo" if result["generated"] else result["dataset"]
         self.transform = data.Transform(dataset, result["image_size"])
         strategy = strategies.STRATEGIES[result["strategy"]](
             result["settings"], self.transform.image_size, device=device)
         strategy.load_state(state["strategy"])
-        stores = state["stores"][f"{max(strategy.label_fractions):g}"]
+        stores = state["stores"][f"{max(strategy.prototype_labels):g}"]
         stores = {name: stores[name] for name in stores if name in COMPENSATORS}
         row = row or next(name for name in PREDICTS if name in stores)
         if row not in stores:
             raise UserError(f"{folder} has no row {row}; it has {', '.join(stores)}.")
         self.model = strategy.snapshot()
-        self.prototypes = stores[row]["means"]
+        self.prototypes = stores[row]["means"][:, -strategy.dim:]  # without phi-means
         self.metric = result["options"]["metric"]
         self.names = result["class_names"]
         self.device = device
@@ -954,19 +989,15 @@ def read_tensors(path, device="cpu", sha256=None):
 
 
 @contextlib.contextmanager
-def locked(folder):
-    """Hold the run folder, where the system has locks; it frees them however a process ends."""
-    with open(folder / "lock", "w") as f:
-        try:
-            if fcntl:
-                fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"Another run is at work in {folder}: wait for it.") from None
-        except OSError:  # some file systems have no locks (Lustre)
-            pass
-        for leftover in folder.glob("*.tmp"):
-            leftover.unlink()
-        yield
+def held(folder):
+    """Hold a run's folder against other processes."""
+    try:
+        with data.locked(folder / "lock"):
+            for leftover in folder.glob("*.tmp"):
+                leftover.unlink()
+            yield
+    except BlockingIOError:
+        raise UserError(f"Another run is at work in {folder}: wait for it.") from None
 
 
 def commit():
@@ -1006,18 +1037,21 @@ FLAGS = {  # title -> flag -> (default, or the type of one that has none; help)
     "the run": {
         "dataset": ("demo", "%(choices)s; demo is generated"),
         "data_dir": ("data", "where data sets are or go; for folder: {train,test}/<class>/*"),
-        "strategy": ("lwf", "%(choices)s"),
+        "strategy": ("lwf", "see below"),
         "scale": (str, "%(choices)s; small is for a CPU (paper, demo for the demo)"),
         "seed": ((0,), "one run each; class order, initialisation and all draws"),
+        "order_seed": (int, "one class order for all seeds (each has its own)"),
         "tasks": (int, "number of tasks (10, demo 5)"),
         "first_classes": (int, "classes in the first task (as in the others)"),
         "image_size": (int, "resolution for --dataset folder (64)"),
         "generated": (bool, "generated images stand in for the data set's, whose presets stay"),
         "limit": (int, "images used of each class (all, smoke 20)"),
-        "compensators": ((str,), "%(choices)s (all for lwf, else without the costly ones)"),
+        "compensators": ((str,), "rows, see below; all for each of them (all but the costly ones, "
+                         "which lwf and finetune have too)"),
         "out_dir": ("runs", "holds <scale>/<dataset>/<strategy>/seed<k>"),
         "tag": (str, "added to the strategy's folder name, to keep runs apart"),
         "keep_features": (False, "keep each task's features, for --replay"),
+        "show_settings": (False, "print what this command would run with, and exit"),
     },
     "the machine": {
         "device": ("auto", "%(choices)s; auto takes cuda, then mps, then cpu"),
@@ -1025,16 +1059,28 @@ FLAGS = {  # title -> flag -> (default, or the type of one that has none; help)
     },
     "a finished run": {
         "replay": (str, "score this folder's kept features: other --compensators, options, --tag"),
-        "predict": ((str,), "classify image files with the run in --run"),
+        "predict": ((str,), "classify image files, or all in a folder, with the run in --run"),
         "run": (str, "folder of that run"),
+        "row": (str, "row whose prototypes predict (the first it has of " +
+                ", ".join(PREDICTS) + ")"),
     },
 }
+
+
+def described():
+    """Strategies and rows, a line each, for --help."""
+    lines = []
+    for title, things in (("strategies", strategies.STRATEGIES), ("rows", COMPENSATORS)):
+        lines += [f"{title}:"]
+        lines += [f"  {name:<12}{(thing.__doc__ or '').splitlines()[0] if thing.__doc__ else ''}"
+                  for name, thing in things.items()]
+    return "\n".join(lines)
 
 
 def build_parser():
     """A flag for everything in FLAGS, every setting of a strategy, every compensator's option."""
     choices = {"dataset": data.DATASETS, "strategy": strategies.STRATEGIES, "scale": SCALES,
-               "compensators": COMPENSATORS, "device": ("auto", "cuda", "mps", "cpu"),
+               "compensators": ["all", *COMPENSATORS], "device": ("auto", "cuda", "mps", "cpu"),
                "projector": PROJECTORS, "metric": ("cosine", "euclidean"), **strategies.CHOICES}
     presets = {}
     for strategy in strategies.STRATEGIES.values():
@@ -1042,10 +1088,11 @@ def build_parser():
     settings = {name: (presets[name], text) for name, text in strategies.SETTINGS.items()}
     parser = Parser(
         prog="ldc.py", allow_abbrev=False, usage="python ldc.py [flags]",
-        description=ldc.__doc__.split("\n")[0] + " In brackets: defaults.",
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=118))
-    for title, flags in {**FLAGS, "the strategy (its preset; in brackets, one of them)": settings,
-                         "the compensators (likewise)": OPTIONS}.items():
+        description=ldc.__doc__.split("\n")[0] + " Defaults are in brackets.", epilog=described(),
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(
+            prog, max_help_position=32, width=118))
+    for title, flags in {**FLAGS, "settings of strategies (see --show-settings)": settings,
+                         "options of compensators (see --show-settings)": OPTIONS}.items():
         add = parser.add_argument_group(title).add_argument
         for name, (value, text) in flags.items():
             several = value if isinstance(value, tuple) else (value,)
@@ -1054,7 +1101,7 @@ def build_parser():
             if kind is type:
                 kind = several[0]
                 default = [] if several is value else None
-            elif kind is not bool:
+            elif kind is not bool and title in FLAGS:
                 text += f" ({' '.join(map(str, several))})"
             more = {"type": kind, "metavar": {int: "N", float: "X"}.get(kind, "NAME"),
                     "choices": choices.get(name), "nargs": "+" if several is value else None}
@@ -1095,8 +1142,11 @@ def resolve(args):
     args.tasks = args.tasks or (5 if demo else 10)
     args.limit = args.limit or SCALES[args.scale]["limit"]
     args.seed = list(dict.fromkeys(args.seed))
+    args.every_row = bool(args.compensators)
+    if "all" in args.compensators:
+        args.compensators = list(COMPENSATORS)
     if not (args.compensators or args.replay):
-        args.compensators = default_rows(args.strategy)
+        args.compensators = default_rows(args.strategy, args.dataset)
     resolve_presets(args, flags)
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(),
                  "cpu": True}
@@ -1122,7 +1172,7 @@ def resolve_presets(args, flags):
     args.settings = {**settings, **setting_flags}
     args.options = {**options, **args.option_flags}
     preset = {**settings, **options, "limit": SCALES[args.scale]["limit"], "first_classes": None,
-              "tasks": 5 if args.dataset == "demo" else 10, "generated": None}
+              "tasks": 5 if args.dataset == "demo" else 10, "order_seed": None, "generated": None}
     now = {**vars(args), **args.settings, **args.options}
     args.changed = {name: now[name] for name, value in preset.items()
                     if json.dumps(now[name]) != json.dumps(value)}
@@ -1143,11 +1193,16 @@ def main(argv=None):
         args.command = shlex.join(["python", Path(sys.argv[0]).name, *words])
         resolve(args)
         torch.backends.cudnn.benchmark = True
-        if args.predict:
+        if args.show_settings:
+            for name in (*IDENTITY, "seed", "device"):
+                print(f"{name}: {getattr(args, name)}")
+        elif args.predict:
             if not args.run:
                 raise UserError("--predict needs --run, the folder of a finished run.")
-            answers = Classifier(args.run, device=args.device)(args.predict)
-            for path, (name, similarity) in zip(args.predict, answers):
+            paths = [file for path in args.predict
+                     for file in (data.list_images(path) if Path(path).is_dir() else [path])]
+            answers = Classifier(args.run, args.row, args.device)(paths)
+            for path, (name, similarity) in zip(paths, answers):
                 print(f"{path}: {name} (cosine similarity {similarity:.3f})")
         elif args.replay:
             print(report.run_table([replay(args)]))
@@ -1156,7 +1211,7 @@ def main(argv=None):
             results = []
             for seed in args.seed:
                 results.append(run_seed(args, dataset, seed))
-            print(report.run_table(results))
+            print(report.run_table(results, every_row=args.every_row))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

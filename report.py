@@ -1,14 +1,18 @@
 """Result files become the paper's tables and figures, ours beside the paper's. Reads JSON alone.
 
-    python report.py results      results/README.md, figures, and the table in README.md
-    python report.py runs         the same for your own runs: runs/README.md and figures
+    python report.py results         results/README.md, figures, and the table in README.md
+    python report.py runs            the same for your own runs: runs/README.md and figures
+    python report.py runs results    your runs beside the recorded ones, in runs/README.md
+    python report.py runs --latex    tables for a paper, with booktabs
 """
 import argparse
+import functools
 import json
 import math
 import re
 import statistics
 import sys
+import textwrap
 from pathlib import Path
 
 KINDS = {  # of the words that results/paper.txt has behind its colons
@@ -69,13 +73,17 @@ def paper_value(words, row):
 SIZE = ("width", "first_epochs", "epochs", "first_milestones", "milestones")  # what a scale changes
 
 
-def load(folder):
+OTHER_READINGS = {"bn_leak", "unit_features", "lambda_retrospection", "retrospection"}
+
+
+def load(*folders):
     """The content of every result.json, the widest network of a strategy first."""
     runs = []
-    for path in sorted(folder.glob("*/*/*/seed*/result.json")):
+    for path in sorted(p for folder in folders for p in folder.glob("*/*/*/seed*/result.json")):
         try:
             run = json.loads(path.read_text(encoding="utf-8"))
             records_of([run])
+            run["finished"], run["tasks_done"], run["task_sizes"], run["scale"]
         except (AttributeError, KeyError, TypeError, ValueError):
             print(f"{path} is no result of ldc.py and is left out.", file=sys.stderr)
         else:
@@ -88,7 +96,7 @@ def load(folder):
 
 def changes(run):
     """What a run changes from its presets, but for label_fraction and buffer_size: table axes."""
-    return {name: value for name, value in run["changed"].items()
+    return {name: value for name, value in sorted(run["changed"].items())
             if name not in ("label_fraction", "buffer_size")}
 
 
@@ -107,7 +115,9 @@ def describe(run):
 def follows_paper(run):
     """Ten tasks of all classes, preset settings; in smaller scales size and rate may differ."""
     sizes = {"paper": (), "smoke": (*SIZE, "limit", "weights", "generated")}
-    fitting = {"bn_leak", *sizes.get(run["scale"], (*SIZE, "lr"))}
+    fitting = {*OTHER_READINGS, *sizes.get(run["scale"], (*SIZE, "lr"))}
+    if "retrospection" in changes(run):  # POCON's newest command
+        fitting |= {*SIZE, "expert_epochs", "batch_size"}
     if run["dataset"] == "cars" and run["settings"].get("weights") != "none":
         fitting.add("weights")  # a file instead of a download
     return run["dataset"] in DATASETS and changes(run).keys() <= fitting
@@ -204,14 +214,16 @@ def paper_table(caption, columns, cells, note, records):
 
 
 ROWS = ("pixels head none sdc sdc-unit adc ldc ldc+bias ldc+relu ldc-mlp ldc-ridge ldc-ridge+lda "
-        "nme-1 nme-5 nme-10 nme-20 nme-50 oracle oracle+lda").split()
+        "ldc-anchor ldc-anchor+lda nme-1 nme-5 nme-10 nme-20 nme-50 oracle oracle+lda").split()
+MAIN = ("head", "none", "sdc", "ldc", "ldc-ridge", "ldc-anchor", "oracle")  # shown everywhere
 COMPENSATORS = r"(?!pixels$|head$|none$|oracle$|nme-|.*\+lda$).*"
 
 
-def ordered_rows(records):
-    """Names of rows in the order of ROWS; one that is not there comes last."""
+def ordered_rows(records, every_row=True):
+    """Names of rows in the order of ROWS, one that is not there last; or the main ones alone."""
     place = {row: i for i, row in enumerate(ROWS)}
-    return sorted(values_of(records, "row"), key=lambda row: place.get(row, 99))
+    rows = sorted(values_of(records, "row"), key=lambda row: place.get(row, 99))
+    return [row for row in rows if every_row or row in MAIN or row not in ROWS]
 
 
 def experiments(records):
@@ -236,9 +248,9 @@ def row_table(records, value, wanted=".*"):
     return markdown(["", *rows], [line for line in lines if any(line[1:])])
 
 
-def average(part, row):
-    """A_last; the number of seeds where not every seed has the row."""
-    numbers = numbers_of(part, row=row)
+def average(part, row, metric="A_last"):
+    """Mean and deviation; the number of seeds where not every seed has the row."""
+    numbers = numbers_of(part, metric, row=row)
     count = "" if len(numbers) == len(values_of(part, "seed")) else f" ({len(numbers)})"
     return spread(numbers.values()) + count if numbers else ""
 
@@ -269,23 +281,58 @@ def runs_table(runs):
     return markdown(["", "seeds", "commit", "minutes per seed"], lines)
 
 
-def run_table(results):
-    """The table at the end of a run: every row, its accuracy after each task, A_last, A_inc."""
+def run_table(results, every_row=True):
+    """The table at the end of a run: accuracy after each task, A_last, A_inc, forgetting."""
     records = records_of(results)
     tasks = min(run["tasks_done"] for run in results)
-    metrics = [*(f"t{t}" for t in range(1, tasks + 1)), "A_last", "A_inc"]
+    metrics = [*(f"t{t}" for t in range(1, tasks + 1)), "A_last", "A_inc", "forgetting"]
     text = []
     for heading, part in experiments(records).items():
         run, lines = part[0]["run"], []
         paper = follows_paper(run) and run["finished"] and run["scale"] != "smoke"
-        for row in ordered_rows(part):
+        for row in ordered_rows(part, every_row):
             numbers = [numbers_of(part, metric, row=row).values() for metric in metrics]
-            curve = [f"{statistics.mean(values):.1f}" for values in numbers[:-2]]
-            lines.append([row, *curve, *map(spread, numbers[-2:])])
+            curve = [f"{statistics.mean(values):.1f}" for values in numbers[:-3]]
+            lines.append([row, *curve, *map(spread, numbers[-3:])])
             lines[-1] += [paper_value(part[0], row)] * paper
-        seeds = len(values_of(part, "seed"))
-        text += [f"{heading}: accuracy in % over all classes seen, seeds: {seeds}", ""]
+        done = "" if tasks == run["tasks"] else f"{tasks} of {run['tasks']} tasks"
+        text += [join(heading, done) + ": accuracy in % over all classes seen", ""]
         text += markdown(["", *metrics, *["paper's A_last"] * paper], lines)
+        text += gap_sentence(part)
+    return "\n".join(text)
+
+
+def gap_sentence(part):
+    """How much LDC and our best row close of the gap between no compensation and the oracle."""
+    shares = {row: gap_closed(part, row) for row in ("ldc", "ldc-anchor")}
+    said = [f"{row} closes {share} %" for row, share in shares.items() if share[:2].strip("-")
+            and share != "no gap"]
+    seeds = len(values_of(part, "seed"))
+    gap = f" of the gap between none and oracle in A_last, {seeds} seed{'s' * (seeds > 1)}."
+    return [", ".join(said) + gap, ""] if said else []
+
+
+def latex_table(records):
+    """A booktabs table for each data set and protocol: mean ± sample deviation over seeds."""
+    text = []
+    protocols = {}
+    for r in records:
+        if r["labels"][0] != "n":
+            run = r["run"]
+            tasks = f"{run['tasks']} tasks"
+            first = run.get("first_classes") and f"{run['first_classes']} classes first"
+            protocols.setdefault(join(r["dataset"], tasks, first), []).append(r)
+    for protocol, part in protocols.items():
+        text += [f"% {protocol}", r"\begin{tabular}{llrrr}", r"\toprule",
+                 r"run & row & $A_{last}$ & $A_{inc}$ & forgetting \\"]
+        for heading, group in experiments(part).items():
+            text.append(r"\midrule")
+            for row in ordered_rows(group, every_row=False):
+                cells = [spread(numbers_of(group, metric, row=row).values()).replace("±", r"$\pm$")
+                         for metric in ("A_last", "A_inc", "forgetting")]
+                name = heading.replace("%", r"\%").replace("_", r"\_")
+                text.append(" & ".join([name, row, *cells]) + r" \\")
+        text += [r"\bottomrule", r"\end{tabular}", ""]
     return "\n".join(text)
 
 
@@ -313,6 +360,8 @@ def drift_points(records):
     panels = {"LwF": ("lwf", "1", "joint"), "CaSSLe": ("cassle", "0.25", "joint-ssl")}
     for panel, (strategy, labels, joint) in panels.items():
         found = select(chosen(records, "cifar100", strategy), labels=labels)
+        seeds = len(values_of(found, "seed"))
+        about = f"{found[0]['what']}, {seeds} seed{'s' * (seeds > 1)}" if found else ""
         union = select(chosen(records, "cifar100", joint), labels="1")
         series = {"no compensation": select(found, row="none"), "LDC": select(found, row="ldc"),
                   "oracle": select(found, row="oracle"),
@@ -321,7 +370,7 @@ def drift_points(records):
             for name, part in series.items():
                 curves = {r["seed"]: r["first_tasks"][first] for r in part}.values()
                 for t, values in list(enumerate(zip(*curves), 1))[int(first) - 1:]:
-                    yield point(f"{panel}: tasks 1-{first}", name, t, values)
+                    yield point(f"{panel}: tasks 1-{first}\n{about}", name, t, values)
 
 
 def nme_points(records):
@@ -340,9 +389,9 @@ def kde_points(records):
     pools = {}
     for r in chosen(records, "cifar100", "lwf"):
         for t in range(2, r["run"]["tasks"] + 1, 2):
-            if r["row"] in ("sdc", "ldc") and r["oracle_distance"]:
+            if r["row"] in KDE_ROWS and r["oracle_distance"]:
                 moved = r["oracle_distance"][t - 1][:-r["run"]["task_sizes"][t - 1]]
-                pools.setdefault((t, r["row"].upper()), []).extend(moved)
+                pools.setdefault((t, KDE_ROWS[r["row"]]), []).extend(moved)
     top = 1.1 * max((d for pool in pools.values() for d in pool), default=0) or 1.0
     for (t, row), pool in sorted(pools.items()):
         width = max(1.06 * statistics.pstdev(pool) * len(pool) ** -0.2, top / 200)
@@ -350,7 +399,55 @@ def kde_points(records):
             near = [x - d for d in pool] + [x + d for d in pool]  # no distance is negative
             bumps = sum(math.exp(-(gap / width) ** 2 / 2) for gap in near)
             density = bumps / (len(pool) * width * math.sqrt(2 * math.pi))
-            yield point(f"after task {t}", f"density of {row}", x, [density])
+            yield point(f"after task {t}", row, x, [density])
+
+
+def curves_points(records):
+    """Accuracy over the tasks of every run, with its largest share of labels."""
+    largest = {}
+    for r in records:
+        if r["labels"][0] != "n":
+            key = r["dataset"], r["strategy"], r["what"]
+            largest[key] = max(largest.get(key, "0"), r["labels"], key=float)
+    shown = [r for r in records
+             if largest.get((r["dataset"], r["strategy"], r["what"])) == r["labels"]]
+    for heading, part in experiments(shown).items():
+        for row in ordered_rows(part, every_row=False):
+            curves = [r["accuracy"] for r in select(part, row=row)]
+            for t, values in enumerate(zip(*curves), 1):
+                yield point(heading, row, t, values)
+
+
+def beyond_points(records):
+    """What is kept for a class and what that gains; the gain by task; distances by age."""
+    part = select(chosen(records, "cifar100", "lwf"), labels="1")
+    if not select(part, row="ldc-anchor"):
+        return
+    width = 8 * part[0]["run"]["settings"]["width"]
+    kept = {"none": width, "sdc": width, "ldc": width, "ldc-ridge": width,
+            "ldc-anchor": width + ANCHOR,
+            **{f"nme-{m}": 3072 * m for m in (1, 5, 10, 20, 50)}}
+    rows = [row for row in kept if select(part, row=row)]
+    last = part[0]["run"]["tasks"]
+    for t in [last, *range(2, last)]:  # the last task's numbers are those of the first panel
+        numbers = {row: numbers_of(part, f"t{t}", row=row) for row in (*rows, "oracle")}
+        for row in rows:
+            shares = [100 * (numbers[row][seed] - numbers["none"][seed]) /
+                      (numbers["oracle"][seed] - numbers["none"][seed]) for seed in numbers[row]]
+            if t == last:
+                series = "NME" if row.startswith("nme") else row
+                yield point("what is kept", series, kept[row], shares)
+            if not row.startswith("nme"):
+                yield point("task by task", row, t, shares)
+    for row in ("ldc-ridge", "ldc-anchor"):
+        ages = {}
+        for r in select(part, row=row):
+            distances = iter(r["oracle_distance"][-1])
+            for age, size in zip(range(last - 1, 0, -1), r["run"]["task_sizes"]):
+                of_task = [next(distances) for _ in range(size)]
+                ages.setdefault(age, []).append(statistics.mean(of_task))
+        for age in sorted(ages):
+            yield point("by age", row, age, ages[age])
 
 
 def toy_points(_):
@@ -365,7 +462,7 @@ def toy_points(_):
               "after rotation and scaling": points @ torch.tensor([[cos, sin], [-sin, cos]])}
     for panel, moved in spaces.items():
         old, new = (space[1:].flatten(0, 1) for space in (points, moved))
-        series = {"C1": moved[0], "D_t2": new, "prototype": prototype}
+        series = {"old class": moved[0], "new task's images": new, "stale prototype": prototype}
         if moved is not points:
             torch.manual_seed(0)  # with a bias: in two dimensions a linear map alone cannot shift
             p_F = ldc.fit_projector(old, new, projector="linear+bias", epochs=1000, lr=0.1,
@@ -379,52 +476,78 @@ def toy_points(_):
 
 # of Okabe and Ito's colours, distinct for colour-blind eyes
 BLACK, GREY, BLUE, ORANGE, GREEN, PINK = "#000000 #999999 #0072B2 #D55E00 #009E73 #CC79A7".split()
-STYLES = {  # matplotlib's format, colour, size of markers
-    "C1": (".", BLACK, 4), "D_t2": ("1", GREY, 4), "prototype": ("v", PINK, 9),
-    "true mean": ("*", GREEN, 15), "moved by SDC": ("s", BLUE, 12),
-    "moved by LDC": ("x", ORANGE, 8), "density of SDC": ("--", BLUE, 0),
-    "density of LDC": ("-", ORANGE, 0),
-    "no compensation": ("v:", GREY, 5), "LDC": ("o-", ORANGE, 5), "NME": ("s--", BLUE, 5),
-    "oracle": ("s-.", BLACK, 5), "joint training": ("^:", GREEN, 5),
+STYLES = {  # matplotlib's format, colour, size of markers; a row of your own gets the next colour
+    "old class": (".", BLACK, 4), "new task's images": ("1", GREY, 4),
+    "stale prototype": ("v", PINK, 9), "true mean": ("*", GREEN, 15),
+    "moved by SDC": ("s", BLUE, 12), "moved by LDC": ("x", ORANGE, 8),
+    "no compensation": ("v:", GREY, 5), "SDC": ("--", BLUE, 0), "LDC": ("-", ORANGE, 0),
+    "NME": ("s--", BLUE, 5), "joint training": ("^:", GREEN, 5), "head": ("^:", BLUE, 4),
+    "none": ("v:", GREY, 5), "sdc": ("s--", BLUE, 4), "ldc": ("o-", ORANGE, 5),
+    "ldc-ridge": ("D-", PINK, 4), "ldc-anchor": ("P-", GREEN, 6), "oracle": ("-.", BLACK, 0),
 }
-FIGURES = {  # name -> (points, labels of the axes, caption)
-    "fig-toy": (toy_points, "", "", "Where the mean of class C1 goes, estimated from the new "
-                "task's images: SDC finds a translation, LDC (with a bias) rotation too"),
-    "fig-drift": (drift_points, "tasks learnt", "accuracy in %",
-                  "Accuracy on the first tasks while all are learnt, CIFAR-100; CaSSLe has 25 % of "
-                  "the labels"),
-    "fig-nme": (nme_points, "stored images per class", "A_last in %",
+KDE_ROWS = {"none": "no compensation", "sdc": "SDC", "ldc": "LDC"}
+ANCHOR = 1280  # numbers that ldc-anchor keeps for a class beside its prototype
+FIGURES = {  # name -> (points, labels of the axes, which panels share a y axis, caption)
+    "fig-toy": (toy_points, "", "", str, "Where the mean of an old class goes, estimated from the "
+                "new task's images: SDC finds a translation, LDC (with a bias) rotation too"),
+    "fig-drift": (drift_points, "tasks learnt", "accuracy in %", lambda panel: panel.split(":")[0],
+                  "Accuracy on the first tasks while all are learnt, CIFAR-100; only classes of "
+                  "these tasks are candidates; CaSSLe has 25 % of the labels"),
+    "fig-nme": (nme_points, "stored images per class", "A_last in %", str,
                 "LDC against the nearest mean of stored images (NME), LwF"),
-    "fig-kde": (kde_points, "cosine distance", "density",
+    "fig-kde": (kde_points, "cosine distance", "density", lambda panel: "",
                 "Distance of the moved prototypes of old classes to the oracle's, CIFAR-100, LwF"),
+    "fig-curves": (curves_points, "tasks learnt", "accuracy in %", str,
+                   "Accuracy over all classes seen; bands: deviation over seeds"),
+    "fig-beyond": (beyond_points, "", "share of the gap closed in %", str,
+                   "LwF on CIFAR-100: what our rows gain over LDC for what they keep; and the "
+                   "distance of moved prototypes to the oracle's by the age of the class"),
 }
+AXES = {"what is kept": ("numbers kept for a class", None), "task by task": ("tasks learnt", None),
+        "by age": ("tasks since the class was learnt", "cosine distance to the oracle")}
 
 
-def draw(points, xlabel, ylabel):
+def draw(points, xlabel, ylabel, group):
     """A panel for each value of "panel", in it a curve for each series; one legend below."""
     from matplotlib.figure import Figure
-    panels, handles = values_of(points, "panel"), {}
-    figure = Figure(figsize=(1 + 2.9 * len(panels), 3.7), layout="constrained")
-    for axis, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels):
+    panels, handles, tops = values_of(points, "panel"), {}, {}
+    columns = min(4, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(1 + 2.9 * columns, 0.7 + 3 * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axis, panel in zip(axes, panels):
         for series in values_of(select(points, panel=panel), "series"):
             curve = select(points, panel=panel, series=series)
-            x, y, bars = ([p[key] for p in curve] for key in ("x", "y", "deviation"))
-            form, colour, size = STYLES[series]
-            handles[series] = axis.errorbar(
-                x, y, bars if any(bars) else None, elinewidth=0.6, fmt=form, color=colour,
-                markersize=size, markeredgewidth=1.5,
+            x, y, deviation = ([p[key] for p in curve] for key in ("x", "y", "deviation"))
+            form, colour, size = STYLES.get(series, (".-", f"C{len(handles)}", 5))
+            handles[series], = axis.plot(
+                x, y, form, color=colour, markersize=size, markeredgewidth=1.5,
                 markerfacecolor="none" if form == "s" else colour)
-        axis.set(title=panel, xlabel=xlabel, ylabel=ylabel)
+            low, high = ([a + sign * b for a, b in zip(y, deviation)] for sign in (-1, 1))
+            axis.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+        names = AXES.get(panel, (xlabel, ylabel))
+        axis.set(xlabel=names[0], ylabel=names[1] or ylabel)
+        axis.set_title("\n".join(textwrap.wrap(panel, 42)), fontsize=8)
         axis.grid(alpha=0.3)
-        if not xlabel:  # the toy's two dimensions
+        if panel == "what is kept":
+            axis.set_xscale("log")
+        if ylabel:
+            tops.setdefault(group(panel), []).append(axis)
+        else:  # the toy's two dimensions
             axis.set_aspect("equal", "datalim")
+    for sharing in tops.values():
+        limits = [axis.get_ylim() for axis in sharing]
+        for axis in sharing:
+            axis.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
+    for axis in axes[len(panels):]:
+        axis.remove()
     figure.legend(handles.values(), handles, loc="outside lower center", ncol=7, fontsize=8)
     return figure
 
 
 def make_figure(name, records, folder, scale):
     """Markdown of one figure, whose CSV and PNG are written where its points are new."""
-    points_of, *labels, caption = FIGURES[name]
+    points_of, *how, caption = FIGURES[name]
     place = f"{scale}/figures/{name}"
     table, picture = folder / f"{place}.csv", folder / f"{place}.png"
     try:
@@ -432,12 +555,13 @@ def make_figure(name, records, folder, scale):
         if not points:
             return [f"**{name}.** Not run.", ""]
         lines = [points[0], *(p.values() for p in points)]
-        text = "".join(",".join(map(str, line)) + "\n" for line in lines)
+        text = "".join(",".join(str(cell).replace(",", ";").replace("\n", " ") for cell in line)
+                       + "\n" for line in lines)
         # another matplotlib draws other bytes; delete the PNG to draw it again
         if not (picture.exists() and table.exists() and table.read_text() == text):
             table.parent.mkdir(parents=True, exist_ok=True)
             table.write_text(text, newline="\n")
-            draw(points, *labels).savefig(picture, dpi=110)
+            draw(points, *how).savefig(picture, dpi=110)
     except ModuleNotFoundError as error:
         return [f"**{name}.** Not drawn: {error.name} is missing (pip install {error.name}).", ""]
     numbers = f"Numbers: [CSV]({place}.csv)."
@@ -452,36 +576,50 @@ REMARKS = {
     "small": "Real data, but a narrower network or shorter schedules than the paper's: only rows "
              "on one backbone can be compared. The paper's values are there for orientation. "
              "Figures show the widest network.",
-    "demo": "Generated images, no data set of the paper.",
-    "smoke": "A test that everything runs, on a few generated images: the numbers mean nothing.",
+    "demo": "A narrow network and short schedules, for a first look.",
+    "smoke": "A test that everything runs, on a few images: the numbers mean nothing.",
 }
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 
 
 def section(scale, runs, only, folder):
-    """Markdown of one scale: the paper's tables, ours, figures, what was run."""
+    """Markdown of one scale: the paper's tables, figures, all rows, what was run."""
     records = records_of([run for run in runs if run["finished"]])
     fitting = [r for r in records if follows_paper(r["run"])]
     others = [r for r in records if r["dataset"] in DATASETS and not follows_paper(r["run"])]
-    text = [f"## Scale {scale}", "", REMARKS[scale], "Accuracy in %: mean ± sample standard "
-            "deviation (number of seeds).", ""]
+    drawn = " Images are generated." if any(
+        run["dataset"] == "demo" or run.get("generated") for run in runs) else ""
+    text = [f"## Scale {scale}", "", REMARKS[scale] + drawn,
+            "Accuracy in %: mean ± sample standard deviation (number of seeds).", ""]
     for name in (name for name in TABLES if name in only and fitting):
         text += paper_table(*TABLES[name], fitting)
     if others:
         names = "; ".join(experiments(others))
         text += [f"Not the paper's protocol, so not in its tables: {names}.", ""]
-    if records:
-        text += ["**All rows, A_last.**", "", *row_table(records, average),
-                 "**Share of the gap closed, (row - none) / (oracle - none), in %.** The oracle "
-                 "has all labels.", "", *row_table(records, gap_closed, COMPENSATORS)]
-    for name in (name for name in FIGURES if name in only and (fitting or only == ["fig-toy"])):
+    for name in (name for name in FIGURES if name in only and (records or only == ["fig-toy"])):
         text += make_figure(name, records, folder, scale)
-    return text + ["**What was run.**", "", *runs_table(runs)] if runs else text
+    if records:
+        for title, value, wanted in WIDE_TABLES:
+            text += folded(title, row_table(records, value, wanted))
+    return text + folded("What was run", runs_table(runs)) if runs else text
+
+
+WIDE_TABLES = (
+    ("All rows, A_last", average, ".*"),
+    ("All rows, A_inc", functools.partial(average, metric="A_inc"), ".*"),
+    ("All rows, forgetting", functools.partial(average, metric="forgetting"), ".*"),
+    ("Share of the gap closed, (row - none) / (oracle - none), in %; the oracle has all labels",
+     gap_closed, COMPENSATORS))
+
+
+def folded(title, lines):
+    return ["<details>", f"<summary><b>{title}.</b></summary>", "", *lines, "</details>", ""]
 
 
 def short_table(runs):
     """README.md's table: LwF on CIFAR-100, the paper's row first, ours below."""
-    rows = {"none": "no compensation", "sdc": "SDC", "ldc": "LDC", "oracle": "oracle"}
+    rows = {"none": "no compensation", "sdc": "SDC", "ldc": "LDC", "ldc-anchor": "`ldc-anchor`",
+            "oracle": "oracle"}
     lwf = words_of("cifar100 lwf")
     cells = [("", row, {**lwf, "row": row}, paper_value(lwf, row)) for row in rows]
     shown = [run for run in runs if run["finished"] and follows_paper(run)]
@@ -506,26 +644,18 @@ def refresh(path, text):
 def main(argv=None):
     """The command line; returns 1 where a figure could not be drawn, 2 for wrong input."""
     parser = argparse.ArgumentParser(prog="report.py", description=__doc__.split("\n")[0])
-    parser.add_argument("folder", type=Path, help="runs or results; its README.md is written, and "
-                        "for results/ the table in the README.md beside it")
+    parser.add_argument("folders", type=Path, nargs="+", metavar="folder",
+                        help="runs or results; the first one's README.md is written, and for "
+                        "results/ the table in the README.md beside it")
     parser.add_argument("--scale", choices=REMARKS, help="only this scale (default: all)")
     names = [*TABLES, *FIGURES]
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME",
                         help=f"only these, of {' '.join(names)} (default: all)")
+    parser.add_argument("--latex", action="store_true", help="print tables for a paper, write "
+                        "nothing")
     args = parser.parse_args(argv)
-    text = []
     try:
-        runs = load(args.folder)
-        for scale in [args.scale] if args.scale else REMARKS:
-            part = [run for run in runs if run["scale"] == scale]
-            if part or (args.scale and args.only == ["fig-toy"]):  # which needs no run
-                text += section(scale, part, args.only, args.folder)
-        if not text:
-            raise OSError(f"{args.folder} holds no runs at {args.scale or 'any'} scale: expected "
-                          "<scale>/<data set>/<strategy>/seed<k>/result.json there.")
-        refresh(args.folder / "README.md", "\n".join(text))
-        if args.folder.resolve().name == "results" and not args.scale:
-            refresh(args.folder.resolve().parent / "README.md", short_table(runs))
+        text = write_report(args)
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -534,6 +664,26 @@ def main(argv=None):
     for line in failed:
         print(line, file=sys.stderr)
     return 1 if failed else 0
+
+
+def write_report(args):
+    """Lines of Markdown, also written to README.md; or of LaTeX, printed only."""
+    folder = args.folders[0]
+    runs = [run for run in load(*args.folders) if args.scale in (None, run["scale"])]
+    if not runs and not (args.scale and args.only == ["fig-toy"]):  # which needs no run
+        raise OSError(f"{folder} holds no runs at {args.scale or 'any'} scale: expected "
+                      "<scale>/<data set>/<strategy>/seed<k>/result.json there.")
+    if args.latex:
+        return [latex_table(records_of([run for run in runs if run["finished"]]))]
+    text = []
+    for scale in [args.scale] if args.scale else REMARKS:
+        part = [run for run in runs if run["scale"] == scale]
+        if part or args.scale:
+            text += section(scale, part, args.only, folder)
+    refresh(folder / "README.md", "\n".join(text))
+    if folder.resolve().name == "results" and not args.scale:
+        refresh(folder.resolve().parent / "README.md", short_table(runs))
+    return text
 
 
 if __name__ == "__main__":

@@ -18,7 +18,8 @@
 # forward passes for a network that trains, one for a frozen one) at 30 TFLOP/s in bfloat16, 8 in
 # float32 for the ViT. Images trained in a second are then 9,000 (ResNet-18, 32x32), 2,250 (64x64),
 # 710 (224x224, the authors' stem), 2,750 (standard stem), 75 (ViT-B/16). One seed where the paper has
-# no deviation. "leak": as the published code of CaSSLe and PFR has it (README, Differences).
+# no deviation. "leak": as the published code of CaSSLe and PFR has it; "wacv": POCON's newest
+# command (README, Differences).
 set -u
 cd "$(dirname "$0")" || exit 2
 experiments() { cat <<'END'
@@ -36,7 +37,7 @@ table1,copied                                      5 tinyimagenet efc           
 table1,table4                                      5 imagenet100  pass                                          # 38.7; 26.9 h
 table1,copied                                      5 imagenet100  efc                                           # 47.3; 2.9 h
 table2                                             3 cars         finetune --no-amp                             # none 53.4, SDC 53.3, LDC 62.9; 1.7 h
-table3                                             3 cifar100     pocon                                         # 25 %: 22.4, 26.7, 33.8; 3.7 h
+table3                                             3 cifar100     pocon                                         # 25 %: 22.4, 26.7, 33.8; 4.6 h
 table3                                             1 cifar100     pass --label-fraction 0.008                   # 5.91; 0.1 h
 table3                                             1 cifar100     pass --label-fraction 0.05                    # 15.13; 0.1 h
 table3                                             1 cifar100     pass --label-fraction 0.25                    # 15.84; 0.2 h
@@ -46,7 +47,7 @@ table3,copied                                      3 cifar100     nncsl --label-
 table3                                             3 cifar100     nncsl --label-fraction 0.008 --buffer-size 0  # 8.7; 1.8 h
 table3                                             3 cifar100     nncsl --label-fraction 0.05 --buffer-size 0   # 9.0; 1.8 h
 table3                                             3 cifar100     nncsl --label-fraction 0.25 --buffer-size 0   # 9.32; 1.8 h
-table4                                             3 imagenet100  pocon                                         # 25 %: 25.8, 25.7, 34.0; 19.9 h
+table4                                             3 imagenet100  pocon                                         # 25 %: 25.8, 25.7, 34.0; 24.6 h
 table4                                             1 imagenet100  pass --label-fraction 0.01                    # 1.76; 0.6 h
 table4                                             1 imagenet100  pass --label-fraction 0.05                    # 10.36; 1.7 h
 table4                                             1 imagenet100  pass --label-fraction 0.25                    # 23.9; 7.0 h
@@ -58,15 +59,17 @@ table4                                             3 imagenet100  nncsl --label-
 table4                                             3 imagenet100  nncsl --label-fraction 0.25 --buffer-size 500 # 16.6; 13.1 h
 table1                                             5 cifar100     fetril                                        # 37.0; 0.1 h
 table1                                             5 cifar100     fecam                                         # 33.1; 0.1 h
-table1                                             5 tinyimagenet fetril                                        # 24.4; 0.1 h
-table1                                             5 tinyimagenet fecam                                         # 24.9; 0.1 h
-table1                                             5 imagenet100  fetril                                        # 40.7; 0.3 h
-table1                                             5 imagenet100  fecam                                         # 42.4; 0.3 h
+table1                                             5 tinyimagenet fetril                                        # 24.4; 0.4 h
+table1                                             5 tinyimagenet fecam                                         # 24.9; 0.4 h
+table1                                             5 imagenet100  fetril                                        # 40.7; 1.3 h
+table1                                             5 imagenet100  fecam                                         # 42.4; 1.3 h
 fig-drift                                          1 cifar100     joint-ssl                                     # upper bound, no number; 10.6 h
-table3                                             3 cifar100     pfr                                           # 25 %: 25.7, 24.8, 33.4; 2.4 h
+table3                                             3 cifar100     pfr                                           # 25 %: 25.7, 24.8, 33.4; 2.6 h
 table3                                             3 cifar100     pfr --bn-leak --tag leak                      # 25 %: 25.7, 24.8, 33.4; 2.8 h
 table3,table5,table6                               3 cifar100     cassle --bn-leak --tag leak                   # 25 %: none 23.6, SDC 26.5, LDC 35.0; 3.0 h
-table4                                             3 imagenet100  pfr                                           # 25 %: 22.0, 19.8, 33.5; 12.7 h
+table4                                             3 imagenet100  pfr                                           # 25 %: 22.0, 19.8, 33.5; 13.9 h
+table3                                             3 cifar100     pocon --tag wacv --lambda-retrospection 25 --retrospection linear --batch-size 256 --expert-epochs 500 --first-epochs 500 --epochs 250 # 25 %: 22.4, 26.7, 33.8; 3.7 h
+table4                                             3 imagenet100  pocon --tag wacv --lambda-retrospection 25 --retrospection linear --expert-epochs 400 --first-epochs 400 --epochs 200 # 25 %: 25.8, 25.7, 34.0; 19.9 h
 END
 }
 all="table1 table2 table3 table4 table5 table6 fig-drift fig-toy fig-nme fig-kde"
@@ -99,7 +102,8 @@ commands() { # one a line, for what was asked for
     esac
     [ -n "$WEIGHTS" ] && [ "$dataset" = cars ] && flags="$flags --weights $(printf %q "$WEIGHTS")"
     if [ $scale = smoke ]; then # one thread a run: the same numbers however many share the cores
-      start="env OMP_NUM_THREADS=1 $start" flags="$flags --generated --device cpu"
+      start="env OMP_NUM_THREADS=1 $start"
+      flags="$(sed -E 's/--[a-z-]*(epochs|batch-size) [0-9]+//g' <<< "$flags") --generated --device cpu"
       case "$dataset $strategy" in # half of a run's time is ADC, one run is enough; the ViT is full-sized
         "cars finetune") flags="$flags --limit 5 --compensators none sdc ldc oracle ldc-ridge";;
         *net*" lwf") flags="$flags --compensators none sdc ldc nme-1 nme-5 nme-10 nme-20 nme-50 oracle \

@@ -296,7 +296,8 @@ def run_table(results, every_row=True):
             lines.append([row, *curve, *map(spread, numbers[-3:])])
             lines[-1] += [paper_value(part[0], row)] * paper
         done = "" if tasks == run["tasks"] else f"{tasks} of {run['tasks']} tasks"
-        text += [join(heading, done) + ": accuracy in % over all classes seen", ""]
+        seeds = len(values_of(part, "seed"))
+        text += [f"{join(heading, done)}: accuracy in % over all classes seen, seeds: {seeds}", ""]
         text += markdown(["", *metrics, *["paper's A_last"] * paper], lines)
         text += gap_sentence(part)
     return "\n".join(text)

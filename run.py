@@ -147,7 +147,6 @@ class Drift:
     oracle: dict = field(default_factory=dict)  # unit_features -> ScatterStore
     exemplars: list = field(default_factory=list)  # nme: features (k, d) for each class
     projectors: dict = field(default_factory=dict)
-    warning: str = ""  # about a p_F that does harm
 
     @functools.cached_property
     def augmented(self):
@@ -175,8 +174,13 @@ class Drift:
                 self.projectors[key] = fit_projector(
                     *zip(*pairs), projector=kind, solver=solver, epochs=o.ldc_epochs, lr=o.ldc_lr,
                     batch_size=o.ldc_batch_size, ridge=o.anchor_ridge if anchored else o.ridge)
-            self.warning = self.warning or worse_than_identity(self.projectors[key], *pairs[0])
         return self.projectors[key]
+
+    def warning(self):
+        """A sentence about the first p_F that does harm, if one does."""
+        found = (worse_than_identity(p_F, self.feats_old, self.feats_new)
+                 for (*_, anchored), p_F in self.projectors.items() if not anchored)
+        return next(filter(None, found), "")
 
     @functools.cached_property
     def oracle_vectors(self):
@@ -281,7 +285,8 @@ def default_rows(strategy, dataset):
 
 def label_sets(strategy):
     """Keys of the labelled parts that prototypes are made from: "0.25" a share, "n50" a number."""
-    return [f"{share:g}" for share in strategy.prototype_labels] + [f"n{n}" for n in strategy.stored]
+    shares = [f"{share:g}" for share in strategy.prototype_labels]
+    return shares + [f"n{count}" for count in strategy.stored]
 
 
 def labelled_images(task, label_set, seed):
@@ -392,6 +397,9 @@ def make_rows(compensators, sets, predicted):
     return rows
 
 
+OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
+
+
 def accuracy(predictions, labels):
     return 100 * to_float64(predictions == labels).mean().item()
 
@@ -416,8 +424,12 @@ def score(rows, observed, sizes, options):
     """Move the old prototypes, append the new ones, classify: one more number in every curve."""
     if options.unit_features:
         observed = with_unit_norm(observed)
-    for row in rows:
-        row.update(observed)
+    for row in list(rows):
+        try:
+            row.update(observed)
+        except OUT_OF_MEMORY as error:  # the others go on
+            print(f"the row {row.name} is left out from now on: {error}", file=sys.stderr)
+            rows.remove(row)
     oracles = {row.label_set: row.store.means for row in rows if row.name == "oracle"}
     for row in rows:
         predictions = row.classify(observed, options)
@@ -608,8 +620,9 @@ class Run:
             self.classify_otherwise(task, observed)
             score(self.rows, observed, self.stream.sizes[:self.tasks_done + 1], self.options)
         self.tasks_done += 1
-        if observed.drift and observed.drift.warning:
-            self.log.show(f"task {self.tasks_done}: {observed.drift.warning}; look at ldc-ridge.")
+        warning = observed.drift and observed.drift.warning()
+        if warning:
+            self.log.show(f"task {self.tasks_done}: {warning}; look at ldc-ridge.")
         return observed
 
     def learn(self):
@@ -724,6 +737,8 @@ class Run:
         self.model = self.strategy.snapshot()
         self.tasks_done = result["tasks_done"]
         self.exemplars = state["exemplars"]
+        # rows that ran out of memory are not there
+        self.rows = [row for row in self.rows if row.name in result["rows"][row.label_set]]
         for row in self.rows:
             vars(row.store).update(state["stores"][row.label_set][row.name])
             row.curves = result["rows"][row.label_set][row.name]
@@ -767,11 +782,13 @@ def run_seed(args, dataset, seed):
         run.log.path = folder / "log.jsonl"
         run.log.write(context)
         run.log.tasks = args.tasks
+        if args.amp and args.device == "cpu" and not re.search(r"bf16\b", cpuinfo()):
+            run.log.show("--amp: this CPU seems to have no bfloat16, training will crawl")
         with progress.heeding_sigterm():
             while run.tasks_done < args.tasks:
                 observed = run.step()
                 if args.keep_features:
-                    keep(folder / f"features-{run.tasks_done:02d}.pt", observed)
+                    keep(folder / feature_file(run.tasks_done - 1), observed)
                 del observed  # with the task's images, before the next task's are loaded
                 result = run.save(folder, context)
                 progress.path.unlink(missing_ok=True)
@@ -791,6 +808,10 @@ def check_same_experiment(folder, before, now):
 
 # --------------------------------------------------------------------------------------------------
 # A finished run: scored again without training, or used.
+
+
+def feature_file(t):
+    return f"features-{t + 1:02d}.pt"
 
 
 def keep(path, observed):
@@ -829,6 +850,9 @@ def replay(args):
     if not (files and recorded):
         raise UserError(f"{folder} holds no kept run: expected result.json and features-*.pt; "
                         "run ldc.py with --keep-features first.")
+    if [path.name for path in files] != [feature_file(t) for t in range(recorded["tasks_done"])]:
+        raise UserError(f"{folder} has kept the features of some tasks only: run it again with "
+                        "--keep-features from the start.")
     check_registered(recorded)
     compensators = args.compensators or [name for name in recorded["compensators"]
                                          if "networks" not in needed([name])]
@@ -1008,11 +1032,15 @@ def commit():
     return git.stdout.strip() or None
 
 
+def cpuinfo():
+    """What Linux says of the processor, "" elsewhere."""
+    path = Path("/proc/cpuinfo")
+    return path.read_text() if path.exists() else ""
+
+
 def provenance(device):
     """Versions, device, threads, processor, commit: what the last digits of a result depend on."""
-    cpuinfo = Path("/proc/cpuinfo")
-    text = cpuinfo.read_text() if cpuinfo.exists() else ""
-    cpu = re.findall(r"^model name\s*: (.*)$", text, re.M)[:1]
+    cpu = re.findall(r"^model name\s*: (.*)$", cpuinfo(), re.M)[:1]
     return {"python": sys.version.split()[0],
             "torch": torch.__version__,
             "torchvision": torchvision.__version__,
@@ -1055,7 +1083,7 @@ FLAGS = {  # title -> flag -> (default, or the type of one that has none; help)
     },
     "the machine": {
         "device": ("auto", "%(choices)s; auto takes cuda, then mps, then cpu"),
-        "amp": (bool, "train in bfloat16 (on CUDA with bfloat16 hardware)"),
+        "amp": (bool, "train in bfloat16, also on a CPU that has it (on CUDA cards that have it)"),
     },
     "a finished run": {
         "replay": (str, "score this folder's kept features: other --compensators, options, --tag"),
@@ -1117,7 +1145,7 @@ RANGES = (  # of numbers, by the first pattern that is in a setting's name
     ("seed", lambda x: 0 <= x < 2 ** 32, "0 to 4294967295"),
     ("buffer_size|warmup_epochs|ldc_passes|milestones", lambda x: x >= 0, "at least 0"),
     ("tasks|classes|limit|size|width|epochs|steps|images", lambda x: x >= 1, "at least 1"),
-    ("fraction", lambda x: 0 < x <= 1, "more than 0, at most 1"),
+    ("fraction|prototype_labels", lambda x: 0 < x <= 1, "more than 0, at most 1"),
     ("(lr|sigma|alpha|factor)$", lambda x: 0 < x < math.inf, "more than 0"),
     ("", lambda x: 0 <= x < math.inf, "0 or more"))
 
@@ -1159,7 +1187,7 @@ def resolve(args):
 
 
 def resolve_presets(args, flags):
-    """Settings and options: presets, then flags; and what the flags have changed, for the report."""
+    """Settings and options: presets, then flags; and what the flags have changed."""
     which = args.strategy, args.dataset, args.scale
     settings = preset_settings(*which)
     options = preset_options(*which)
@@ -1180,6 +1208,7 @@ def resolve_presets(args, flags):
 
 def open_data(args):
     """The data set; missing weights are said before an image is decoded."""
+    strategies.check_backbone(args.settings["backbone"])
     args.weights_file = strategies.find_weights(SimpleNamespace(**args.settings), args.data_dir)
     name = "demo" if args.generated else args.dataset
     return data.load(name, args.data_dir, image_size=args.image_size, limit=args.limit)

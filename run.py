@@ -1100,7 +1100,7 @@ def described():
     lines = []
     for title, things in (("strategies", strategies.STRATEGIES), ("rows", COMPENSATORS)):
         lines += [f"{title}:"]
-        lines += [f"  {name:<12}{(thing.__doc__ or '').splitlines()[0] if thing.__doc__ else ''}"
+        lines += [f"  {name:<12}{(thing.__doc__ or ' ').splitlines()[0]}"
                   for name, thing in things.items()]
     return "\n".join(lines)
 
@@ -1223,8 +1223,9 @@ def main(argv=None):
         resolve(args)
         torch.backends.cudnn.benchmark = True
         if args.show_settings:
-            for name in (*IDENTITY, "seed", "device"):
-                print(f"{name}: {getattr(args, name)}")
+            shown = {name: getattr(args, name) for name in (*IDENTITY, "seed", "device")}
+            shown = {**shown.pop("settings"), **shown.pop("options"), **shown}
+            print("\n".join(f"{name}: {value}" for name, value in shown.items()))
         elif args.predict:
             if not args.run:
                 raise UserError("--predict needs --run, the folder of a finished run.")

@@ -5,6 +5,7 @@ import collections
 import contextlib
 import copy
 import csv
+import errno
 import functools
 import hashlib
 import http.server
@@ -22,7 +23,6 @@ import subprocess
 import sys
 import threading
 import time
-import timeit
 import warnings
 import weakref
 from pathlib import Path
@@ -137,21 +137,6 @@ def test_autoaugment_draws_match_the_policy():
         for key, mean in expected.items():
             assert abs(counts[key] - mean) < 5 * math.sqrt(mean) + 1, (k, key)
         assert set(counts) <= set(expected)
-        assert len(torch.cat([members for *_, members in step]).unique()) == sum(counts.values())
-
-
-def test_cifar_augmentation_is_five_times_as_fast_as_pillow():
-    def seconds(work):
-        return min(timeit.repeat(work, number=1, repeat=4))
-
-    transform, images = data.Transform("cifar100"), pictures(1024)
-    theirs = T.Compose([
-        T.RandomCrop(32, 4), T.RandomHorizontalFlip(), T.ColorJitter(brightness=63 / 255),
-        T.AutoAugment(T.AutoAugmentPolicy.CIFAR10, fill=data.FILL), T.ToTensor(),
-        T.Normalize(transform.mean, transform.std)])
-    photos = [TF.to_pil_image(image) for image in images[:128]]
-    ours = seconds(lambda: transform.augment(images)) / 1024
-    assert ours < seconds(lambda: [theirs(photo) for photo in photos]) / 128 / 5
 
 
 def mirror(image, flip):
@@ -175,23 +160,26 @@ def test_cifar_pipeline_equals_torchvision():
     assert abs(draws["flip"].float().mean() - 0.5) < 0.03
 
 
+def test_augmentations_are_several_times_as_fast_as_pillow(capsys):
+    data.measure_views("cpu", pictures(1024))
+    augment, views = re.findall(r"([\d.]+) times", capsys.readouterr().out)
+    assert float(augment) > 5 and float(views) > 2
+
+
 def sizes(n, height, width):
     return torch.tensor([[height, width]]).float().expand(n, 2)
 
 
 @pytest.mark.parametrize("cubic", [False, True])
 def test_resized_crop_equals_torchvision_for_any_box(cubic):
-    images = pictures(16, 64) // 2 + 64  # no overshoot: Pillow clips between its two passes
+    images = pictures(16, 64)
     boxes = data.place_boxes(data.draw_boxes(16, (0.08, 1.0), gen()), sizes(16, 64, 64))
     flip = torch.arange(16) % 2 == 1
     ours = data.resized_crop(images, boxes, 32, cubic, flip)  # some boxes are smaller
     for i, box in enumerate(boxes.int().tolist()):
-        crop = [*box, [32, 32], BICUBIC if cubic else BILINEAR]
-        theirs = TF.resized_crop(images[i].float(), *crop)
+        mode = BICUBIC if cubic else BILINEAR
+        theirs = TF.resized_crop(images[i].float(), *box, [32, 32], mode)
         assert (ours[i] - mirror(theirs, flip[i])).abs().max() < 0.02, box
-        pillow = TF.pil_to_tensor(TF.resized_crop(TF.to_pil_image(images[i]), *crop))
-        difference = ours[i].round() - mirror(pillow, flip[i])
-        assert difference.abs().max() <= 1 + cubic  # Pillow rounds between its passes
 
 
 def test_crop_boxes_have_torchvisions_spread():
@@ -208,9 +196,9 @@ def test_crop_boxes_have_torchvisions_spread():
         assert abs(a.mean() - b.mean()) < 5 * b.std() / math.sqrt(n / 2)
         assert abs(a.std() - b.std()) < 0.06 * b.std()
     never = data.draw_boxes(1, (2.0, 3.0), gen())  # where no try fits: the largest centre
-    for height, width in ((100, 400), (401, 100)):
-        theirs = draw(torch.zeros(3, height, width), [2.0, 3.0])
-        assert data.place_boxes(never, sizes(1, height, width))[0].tolist() == list(theirs)
+    for size in ((100, 400), (401, 100)):
+        theirs = draw(torch.zeros(3, *size), [2.0, 3.0])
+        assert data.place_boxes(never, sizes(1, *size))[0].tolist() == list(theirs)
 
 
 def test_crops_of_a_photograph_equal_torchvisions(tmp_path):
@@ -229,7 +217,8 @@ def test_crops_of_a_photograph_equal_torchvisions(tmp_path):
         assert difference.mean() < 0.5 and difference.max() < 2, box
 
 
-def test_the_steps_of_a_view_equal_torchvision():
+def test_the_steps_of_a_view_equal_torchvision(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "index_copy_", None)  # Apple's GPUs have no kernel for it
     images = pictures()
     low, high = torch.tensor([[0.2, 0.2, 0.2, -0.2], [1.8, 1.8, 1.8, 0.2]])
     factors = low + (high - low) * torch.rand(24, 4, generator=gen())
@@ -265,10 +254,8 @@ def test_view_recipes_are_the_papers():
             ("asymmetric", 32, View(32, **twins), View(32, **twins, solarise=0.2)),
             ("asymmetric", 224, View(224, **twins, blur=1),
              View(224, **twins, blur=0.1, solarise=0.2)),
-            ("symmetric", 32, View(32), View(32)),
-            ("symmetric", 64, View(64, blur=0.5), View(64, blur=0.5)),
-            ("mild", 32, mild, mild),
-            ("crops", 32, *[data.replace(mild, jitter=(0, 0, 0, 0))] * 2),
+            ("symmetric", 32, *[View(32)] * 2), ("symmetric", 64, *[View(64, blur=0.5)] * 2),
+            ("mild", 32, mild, mild), ("crops", 32, *[data.replace(mild, jitter=(0,) * 4)] * 2),
             ("multi", 32, *[View(32, (0.75, 1.0), **cifar)] * 2,
              *[View(18, (0.3, 0.75), **cifar)] * 2),
             ("multi", 224, *[View(224, (0.14, 1.0), **imagenet)] * 2,
@@ -280,16 +267,14 @@ def test_view_draws_have_their_frequencies():
     view = data.View(32, jitter=(0.4, 0.4, 0.2, 0.1), grey=0.2, blur=0.5, solarise=0.2,
                      threshold=(0, 256), equalise=0.1)
     plan = data.draw_view(20000, view, gen())
-    for step in ("grey", "blur", "solarise", "equalise"):
-        assert abs(len(plan[step]) / 20000 - getattr(view, step)) < 0.02, step
     jittered = (plan["jitter"] != torch.tensor([1.0, 1, 1, 0])).any(1)
-    assert abs(jittered.float().mean() - 0.8) < 0.02
-    assert abs(plan["flip"].float().mean() - 0.5) < 0.02
-    for step, low, high in (("jitter", [0.6, 0.6, 0.8, -0.1], [1.4, 1.4, 1.2, 0.1]),
-                            ("sigma", 0.1, 2.0), ("threshold", 0, 256)):
-        tolerance = 0.5 if step == "threshold" else 2e-3
-        assert plan[step].amin(0).tolist() == pytest.approx(low, abs=tolerance)
-        assert plan[step].amax(0).tolist() == pytest.approx(high, abs=tolerance)
+    parts = [*(len(plan[step]) for step in ("grey", "blur", "solarise", "equalise")),
+             jittered.sum().item(), plan["flip"].sum().item()]
+    assert [n / 20000 for n in parts] == pytest.approx([0.2, 0.5, 0.2, 0.1, 0.8, 0.5], abs=0.02)
+    for step, ends in (("jitter", [[0.6, 0.6, 0.8, -0.1], [1.4, 1.4, 1.2, 0.1]]),
+                       ("sigma", [0.1, 2.0]), ("threshold", [0, 256])):
+        found = torch.stack(plan[step].aminmax(dim=0))
+        assert (found - torch.tensor(ends)).abs().max() < 2e-3 * plan[step].max(), step
     plans = [data.draw_view(512, view, gen(seed)) for seed in range(30)]
     assert len({tuple(order) for plan in plans for order in plan["orders"]}) == 24
 
@@ -297,7 +282,7 @@ def test_view_draws_have_their_frequencies():
 def test_rotate4_is_image_major_and_counter_clockwise():
     turned = data.rotate4(torch.arange(8).view(2, 1, 2, 2)).flatten(1).tolist()
     assert turned[:4] == [[0, 1, 2, 3], [1, 3, 0, 2], [3, 2, 1, 0], [2, 0, 3, 1]]
-    assert turned[4:] == [[4 + pixel for pixel in image] for image in turned[:4]]
+    assert turned[4] == [4, 5, 6, 7]
 
 
 def test_clean_transforms_equal_torchvision(tmp_path):
@@ -323,33 +308,31 @@ def test_pipelines_are_reproducible_and_spare_their_input(name):
     for call in (dataset.augment, lambda x, g: dataset.two_views(x, g)[1],
                  lambda x, g: dataset.multi_crop(x, g, small=False)[-1]):
         a, b, c = call(images, gen(5)), call(images, gen(5)), call(images, gen(6))
-        assert a.shape == (len(images), 3, size, size) and a.dtype == torch.float32
+        assert a.shape == (len(images), 3, size, size)
         assert torch.equal(a, b) and not torch.equal(a, c) and torch.equal(images, before)
-        assert a.isfinite().all() and a.abs().max() < 4.5 and not torch.equal(a[0], a[1])
+        assert a.abs().max() < 4.5
     one, two = dataset.two_views(images, gen(), "symmetric")
     assert not torch.equal(one, two)
 
 
 def skip_where_cuda_cannot_be_faked():
-    """torch 2.5 asks the driver before it moves a fake tensor to a GPU that is not there."""
-    mode = torch._subclasses.fake_tensor.FakeTensorMode()
     try:
-        with mode:
-            mode.from_tensor(torch.ones(1)).to("cuda")
-    except RuntimeError as error:
-        pytest.skip(f"this torch needs a driver to fake CUDA: {error}".splitlines()[0])
+        with torch._subclasses.fake_tensor.FakeTensorMode():
+            torch.empty(1).to("cuda")
+    except RuntimeError:
+        pytest.skip("torch 2.5 asks the driver before it fakes CUDA")
 
 
 @pytest.mark.parametrize("name", ["cifar100", "imagenet100"])
 def test_pipelines_stay_on_the_device(name):
     """Fake CUDA tensors raise where two devices mix; only the drawn plan is moved."""
-    skip_where_cuda_cannot_be_faked()
     dataset = make_dataset(name)
     views = [view for recipe in ("asymmetric", "multi")
              for view in data.view_recipes(recipe, dataset.image_size)]
     inputs = [data.draw_view(32, view, gen(seed)) for seed, view in enumerate(views)]
     inputs.append(dataset.draw_augment(32, gen()))
     inputs.append(dataset.train_images(0)[:1].expand(32, -1, -1, -1))
+    skip_where_cuda_cannot_be_faked()
     with torch._subclasses.fake_tensor.FakeTensorMode(allow_non_fake_inputs=True) as mode:
         *plans, augment, images = torch.utils._pytree.tree_map_only(
             torch.Tensor, lambda tensor: mode.from_tensor(tensor).to("cuda"), inputs)
@@ -363,33 +346,25 @@ def test_pipelines_stay_on_the_device(name):
 
 
 def test_task_sizes():
-    assert data.task_sizes(196, 10) == [20] * 9 + [16]
-    assert data.task_sizes(25, 10) == [2] * 9 + [7]
-    assert data.task_sizes(100, 11, 50) == [50] + [5] * 10
-    for classes in range(1, 40):
-        for tasks in range(1, classes + 1):
-            sizes = data.task_sizes(classes, tasks)
-            assert sum(sizes) == classes and len(sizes) == tasks
-            assert min(sizes) >= 1 and len(set(sizes[:-1])) <= 1
-    for bad in ((5, 6), (5, 0), (10, 6, 8)):
-        with pytest.raises(data.UserError, match="set --tasks"):
-            data.task_sizes(*bad)
-    for bad in ((10, 3, 10), (10, 1, 5), (10, 3, 0)):
-        with pytest.raises(data.UserError, match="--first-classes"):
+    for arguments, expected in (((196, 10), [20] * 9 + [16]), ((25, 10), [2] * 9 + [7]),
+                                ((100, 11, 50), [50] + [5] * 10), ((3, 3), [1] * 3)):
+        assert data.task_sizes(*arguments) == expected
+    for bad, words in (((5, 6), "set --tasks"), ((5, 0), "set --tasks"), ((9, 6, 8), "set --tasks"),
+                       ((10, 3, 10), "--first-classes"), ((10, 1, 5), "--first-classes"),
+                       ((10, 3, 0), "--first-classes")):
+        with pytest.raises(data.UserError, match=words):
             data.task_sizes(*bad)
 
 
 def test_stream_hands_out_the_right_images_and_labels(demo):
     stream = data.TaskStream(demo, tasks=10, seed=1996)
-    assert stream.sizes == [5] * 10 and stream.class_order == data.class_order(50, 1996)
-    assert data.class_order(196, 1993)[:5] == [59, 134, 162, 9, 42]  # the authors', of Cars
-    assert stream.class_names == [demo.class_names[c] for c in stream.class_order]
+    assert stream.class_names == [demo.class_names[c] for c in data.class_order(50, 1996)]
     task = stream.task(3)
-    assert task.classes == range(15, 20) and task.index == 3 and len(task) == 1000
+    assert task.classes == range(15, 20) and len(task) == 1000
     for label in task.classes:
         images = task.images[task.labels == label]
         assert torch.equal(images, demo.train_images(stream.class_order[label]))
-    assert task.clean_images is task.images and task.labels.dtype == torch.int64
+    assert task.clean_images is task.images
     assert torch.equal(task[[7, 3]], demo.clean(task.images[[7, 3]]))
     tests = list(stream.test(2))
     assert torch.equal(tests[1][0][:40], demo.test_images(stream.class_order[5]))
@@ -418,15 +393,12 @@ def test_merged_tasks_are_copied_once(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(torch, "cat", lambda *a, **k: pytest.fail("a second copy"))
         merged = stream.merged(2)
-    assert merged.classes == range(3) and merged.index == 2
-    assert merged.labels.tolist() == [0, 0, 1, 1, 2, 2]
+    assert merged.labels.tolist() == [0, 0, 1, 1, 2, 2] and merged.index == 2
     assert stream.opened == {"oracle": 0, "joint": 1}
     some = merged.subset(torch.tensor([5, 4]))
-    assert some.labels.tolist() == [2, 2] and some.images.shape == (2, 3, 301, 300)
+    assert some.labels.tolist() == [2, 2]
     assert torch.equal(some.images, last.images[[1, 0]])
-    assert torch.equal(some.clean_images, last.clean_images[[1, 0]])
-    assert some.clean_images.shape == (2, 3, 256, 256)
-    assert torch.equal(some[:], some.clean(some.clean_images))
+    assert torch.equal(some[:], some.clean(last.clean_images[[1, 0]]))
 
 
 def test_labelled_subsets_are_balanced_and_nested():
@@ -438,7 +410,7 @@ def test_labelled_subsets_are_balanced_and_nested():
         index, labels = task.labelled(share, seed=7)
         assert torch.equal(labels, task.labels[index])
         assert labels.bincount().tolist() == [0, 0, each, each]
-        assert before < set(index.tolist()) and len(index.unique()) == 2 * each
+        assert before < set(index.tolist())
         before = set(index.tolist())
     index, _ = task.labelled(0.05, 7)
     assert not torch.equal(task.labelled(0.05, 8)[0], index)
@@ -451,33 +423,26 @@ def test_labelled_subsets_are_balanced_and_nested():
             read()
 
 
-def test_epoch_visits_every_image_once(demo, monkeypatch):
-    task = data.TaskStream(demo, tasks=10).task(0)
-    for chunk in (1, data.CHUNK["cpu"]):  # batch by batch, and several batches in one call
-        monkeypatch.setitem(data.CHUNK, "cpu", chunk)
-        batches = list(task.epoch(64, gen(), augment=lambda x, g: x))
-        assert [len(x) for x, _ in batches] == [64] * 15 + [40]
-        x, y = torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
-        where = {image.numpy().tobytes(): label
-                 for image, label in zip(task.images, task.labels.tolist())}
-        assert not torch.equal(y, task.labels)
-        assert [where.pop(image.numpy().tobytes()) for image in x] == y.tolist()
-    crops, labels = next(task.epoch(32, gen(), augment=task.multi_crop))
-    assert [crop.shape[-1] for crop in crops] == [16, 16, 9, 9]
-    assert {len(part) for part in (*crops, labels)} == {32}
-    again = [list(task.without_labels().epoch(64, gen(4), with_labels=False)) for _ in range(2)]
-    assert all(torch.equal(a, b) for a, b in zip(*again))
+@pytest.mark.parametrize("chunk", [1, data.CHUNK["cpu"]])  # batch by batch, several in one call
+@pytest.mark.parametrize("n,batches", [(1, [2]), (9, [8, 2]), (8, [8]), (20, [8, 8, 4])])
+def test_an_epoch_has_every_image_and_a_batch_of_one_has_it_twice(
+        n, batches, chunk, demo, monkeypatch):
+    def pairs(images, labels):
+        return [(image.numpy().tobytes(), label) for image, label in zip(images, labels.tolist())]
 
-
-@pytest.mark.parametrize("images,batches", [(1, [2]), (9, [8, 2]), (8, [8])])
-def test_a_batch_of_one_image_holds_it_twice(images, batches, demo):
-    task = data.TaskStream(demo, tasks=10).task(0).subset(torch.arange(images) * 100)
+    monkeypatch.setitem(data.CHUNK, "cpu", chunk)
+    task = data.TaskStream(demo, tasks=10).task(0).subset(torch.arange(n) * 50)
     epoch = list(task.epoch(8, gen(), augment=lambda x, g: x))
-    assert [len(x) for x, _ in epoch] == [len(y) for _, y in epoch] == batches
-    raw = torch.cat([x for x, _ in epoch])
-    assert len(raw.flatten(1).unique(dim=0)) == images
-    assert len(list(task.epoch(8, gen(), drop_last=True))) == images // 8
-    assert [len(x) for x, _ in task.epoch(1, gen(), drop_last=True)] == [2] * images
+    assert [len(x) for x, _ in epoch] == batches
+    seen = [pair for batch in epoch for pair in pairs(*batch)]
+    expected = pairs(task.images, task.labels)
+    assert set(seen) == set(expected) and (seen != expected or n == 1)
+    assert len(list(task.epoch(8, gen(), drop_last=True))) == n // 8
+    assert [len(x) for x, _ in task.epoch(1, gen(), drop_last=True)] == [2] * n
+    crops, labels = next(task.epoch(8, gen(), augment=task.multi_crop))
+    assert [crop.shape[::3] for crop in crops] == [(len(labels), s) for s in (16, 16, 9, 9)]
+    again = [list(task.without_labels().epoch(8, gen(4), with_labels=False)) for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(*again))
 
 
 def test_demo_is_deterministic_without_doubles(demo):
@@ -518,27 +483,44 @@ def counts(dataset):
             for images in (dataset.train_images, dataset.test_images)]
 
 
+def equal(one, two):
+    """Whether two data sets have the same classes, pixels and fingerprint."""
+    assert (one.class_names, one.fingerprint) == (two.class_names, two.fingerprint)
+    return all(torch.equal(a(c), b(c)) for c in range(one.num_classes) for a, b in (
+        (one.train_images, two.train_images), (one.test_images, two.test_images)))
+
+
 def test_own_folder_of_any_size(tmp_path):
     make_tree(tmp_path, held_out="val")
     small = load_folder(tmp_path, image_size=24)
     assert counts(small) == [[4] * 3, [2] * 3]
     assert small.train_images(1).shape == (4, 3, 24, 24) and small.spec.pad == 3
-    task = data.TaskStream(small, tasks=2, first_classes=1).task(1)
-    assert task.augment(task.images, gen()).shape == (8, 3, 24, 24)
     large = load_folder(tmp_path, image_size=112, limit=1)
     assert large.spec.pad is None and counts(large) == [[1] * 3, [1] * 3]
-    for batch in (large.augment(large.train_images(0), gen()),
-                  large.clean(large.train_clean_images(0)), large.clean(large.test_images(0))):
-        assert batch.shape == (1, 3, 112, 112)
+    assert large.train_images(0).shape == (1, 3, 150, 149)  # the last row: height and width
+    assert large.train_clean_images(0).shape == large.test_images(0).shape == (1, 3, 128, 128)
 
 
-def test_every_kind_of_image_is_decoded(tmp_path):
+def test_plain_class_folders_are_split_by_the_names_of_their_files(tmp_path):
+    names = [f"{i}.png" for i in range(10)]
+    for i, name in enumerate(names):
+        save(tmp_path / "ant" / name, i)
+        save(tmp_path / "bee" / name, 50 + i)
+    tests = sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest())[:2]
+    _, *splits = data.find_by_class(tmp_path, (".",))
+    for split, expected in zip(splits, (set(names) - set(tests), set(tests))):
+        assert [{Path(path).name for path in of_class} for of_class in split] == [expected] * 2
+    save(tmp_path / "cat" / "0.png")
+    with pytest.raises(data.UserError, match="cat holds one image: expected at least two"):
+        load_folder(tmp_path)
+    save(tmp_path / "cat" / "1.png")
+    assert counts(load_folder(tmp_path)) == [[8, 8, 1], [2, 2, 1]]
+
+
+def test_images_with_a_palette_or_16_bits_are_decoded(tmp_path):
     grey = Image.new("RGB", (20, 16), (204, 204, 204))  # 204: in the web palette
-    for kind in ("L.jpg", "CMYK.jpg", "P.png", "RGBA.png"):
-        grey.convert(kind.split(".")[0]).save(tmp_path / kind)
-        image = data.decode(tmp_path / kind, data.Form(16))
-        assert image.shape == (3, 16, 16) and image.dtype == np.uint8
-        assert abs(image.astype(int) - 204).max() <= 3, kind
+    grey.convert("P").save(tmp_path / "palette.png")
+    assert (data.decode(tmp_path / "palette.png", data.Form(16)) == 204).all()
     Image.fromarray(np.full((9, 9), 200 * 256, np.uint16)).save(tmp_path / "deep.png")
     assert (data.decode(tmp_path / "deep.png", data.Form(9)) == 200).all()  # scaled, not clipped
 
@@ -559,26 +541,35 @@ def test_cache_is_used_and_notices_changes(tmp_path, monkeypatch):
         images = load_folder(tmp_path).train_images(0)
         assert count and (images[0] == 9).all() == file.exists()
     count.clear()
-    load_folder(tmp_path.rename(tmp_path.with_name("moved")))
+    moved = tmp_path.rename(tmp_path.with_name("moved"))
+    load_folder(moved)
     assert not count  # a folder that moved is not decoded again
-
-
-def test_a_cache_cut_short_is_named(tmp_path):
-    load_folder(make_tree(tmp_path))
-    (cache,) = (tmp_path / ".cache").glob("folder-train-*.npy")
-    good = cache.read_bytes()
-    for bad in (good[:-20], b""):
-        cache.write_bytes(bad)
-        with pytest.raises(data.UserError, match=f"{cache} is damaged: delete it"):
-            load_folder(tmp_path)
+    for size in (1000, 0):
+        for cache in (moved / ".cache").iterdir():
+            os.truncate(cache, size)
+        with pytest.raises(data.UserError, match="cache/folder-train-.* is damaged: delete it"):
+            load_folder(moved)
 
 
 def test_two_processes_decode_at_once(tmp_path):
     make_tree(tmp_path, train=20)
     with data.ThreadPoolExecutor(4) as pool:  # threads stand in for processes
         loaded = list(pool.map(load_folder, [tmp_path] * 4))
-    assert all(torch.equal(one.train_images(2), loaded[0].train_images(2)) for one in loaded)
+    assert all(equal(one, loaded[0]) for one in loaded)
     assert len(list((tmp_path / ".cache").iterdir())) == 2
+
+
+def test_a_lock_is_held_once_and_may_be_missing(tmp_path, monkeypatch):
+    def no_locks(*_):
+        raise OSError(errno.ENOSYS, "not on this file system")
+
+    with data.locked(tmp_path / "lock"):
+        with pytest.raises(BlockingIOError):
+            with data.locked(tmp_path / "lock"):  # another open file is as another process
+                pass
+        monkeypatch.setattr(data.fcntl, "flock", no_locks)
+        with data.locked(tmp_path / "lock"):
+            pass
 
 
 def test_an_interrupted_decode_leaves_nothing(tmp_path, monkeypatch):
@@ -586,29 +577,28 @@ def test_an_interrupted_decode_leaves_nothing(tmp_path, monkeypatch):
         raise error
 
     make_tree(tmp_path)
+    for folder in (tmp_path, tmp_path / ".cache"):  # of a process that was killed
+        save(folder / "unfinished-x" / "1.png")
     monkeypatch.setattr(data, "decode", stop)
     for error, seen in ((OSError(28, "No space"), data.UserError),
                         (KeyboardInterrupt("No space"), KeyboardInterrupt)):
         with pytest.raises(seen, match="No space"):
             load_folder(tmp_path)
-        assert not list((tmp_path / ".cache").iterdir())
+        assert not list(tmp_path.rglob("unfinished-*")) + list((tmp_path / ".cache").iterdir())
 
 
 def test_fingerprint_is_that_of_the_images(tmp_path):
-    def fingerprint(root, **options):
-        return load_folder(root, **options).fingerprint
-
-    first = fingerprint(make_tree(tmp_path / "a"))
+    first = load_folder(make_tree(tmp_path / "a")).fingerprint
     copy = make_tree(tmp_path / "b")
     os.utime(ant(copy), (1, 1))
-    assert fingerprint(copy) == first == fingerprint(copy, limit=1)
-    assert fingerprint(make_tree(tmp_path / "c", ("ant", "bee", "dog"))) != first
-    for split in ("train", "test"):
-        other = make_tree(tmp_path / split)
-        save(other / split / "cat" / "0.png", 3)
-        assert fingerprint(other) != first
-    (copy / "train" / "bee" / "0.png").rename(ant(copy, 9))
-    assert fingerprint(copy) != first  # the same pixels in the same order, other counts
+    assert load_folder(copy, limit=1).fingerprint == first
+    for change in (lambda: save(copy / "test" / "cat" / "0.png", 3),
+                   lambda: (copy / "train" / "bee" / "0.png").rename(ant(copy, 9)),  # the counts
+                   lambda: [(copy / part / "cat").rename(copy / part / "dog")
+                            for part in ("train", "test")]):
+        before = load_folder(copy).fingerprint
+        change()
+        assert load_folder(copy).fingerprint != before
 
 
 def ant(root, i=1):
@@ -623,8 +613,6 @@ def link(path, target):
 SPOILT = {  # what is wrong: (how it came about, what the sentence says)
     "no test": (lambda r: (r / "test").rename(r / "hidden"), "val/ant holds no image .* or val"),
     "class in test only": (lambda r: save(r / "test" / "dog" / "1.png"), "train/dog holds no"),
-    "no place for the cache": (lambda r: (r / ".cache").write_text(""), "File exists: .*cache"),
-    "not an image": (lambda r: ant(r).write_bytes(b"text"), "cannot read .*1.png"),
     "half an image": (lambda r: os.truncate(ant(r), 200), "cannot read .*1.png"),
     "dangling link": (lambda r: link(ant(r), "nowhere.png"), "No such file .*1.png"),
     "60000 x 1 pixels": (lambda r: Image.new("RGB", (60000, 1)).save(ant(r)), "60000 x 1 pixels"),
@@ -633,19 +621,15 @@ SPOILT = {  # what is wrong: (how it came about, what the sentence says)
 
 @pytest.mark.parametrize("what", SPOILT)
 def test_a_bad_folder_is_one_sentence_and_stays(what, tmp_path):
-    def snapshot():  # a cache may have been made, and is empty
-        return {path: path.is_file() and path.read_bytes()
-                for path in root.rglob("*") if path.name != ".cache"}
-
     root = make_tree(tmp_path / "data")
     spoil, words = SPOILT[what]
     spoil(root)
-    before = snapshot()
+    before = sorted(root.rglob("*.*g"))
     with pytest.raises(data.UserError, match=words) as info:
         data.load("folder", root)
     error = str(info.value)
     assert error.endswith(".") and "\n" not in error
-    assert snapshot() == before
+    assert sorted(root.rglob("*.*g")) == before
 
 
 def test_odd_but_good_folders_work(tmp_path):
@@ -666,19 +650,17 @@ def test_odd_but_good_folders_work(tmp_path):
 
 
 def test_bad_arguments_are_one_sentence(tmp_path):
-    make_tree(tmp_path)
-    for arguments, sentence in (
-            (dict(name="folder", image_size=7), "--image-size 7"),
-            (dict(name="folder", image_size=1025), "--image-size 1025"),
-            (dict(name="cifar100", image_size=64), "--image-size 64 with --dataset cifar100"),
-            (dict(name="cars"), "stanford_cars/train/<class> holds no image")):
+    for name, size, sentence in (
+            ("folder", 7, "--image-size 7"), ("folder", 1025, "--image-size 1025"),
+            ("cifar100", 64, "--image-size 64 with --dataset cifar100"),
+            ("cars", None, "stanford_cars/train/<class> holds no image")):
         with pytest.raises(data.UserError, match=sentence):
-            data.load(**{"data_dir": tmp_path, **arguments})
+            data.load(name, tmp_path, image_size=size)
 
 
 @pytest.fixture
 def cifar(tmp_path, monkeypatch):
-    """torchvision's layout, with checksums to match: twelve training images, six of them tests."""
+    """torchvision's layout and checksums: twelve training images, six of them tests."""
     images = np.random.RandomState(0).randint(0, 256, (12, 3, 32, 32)).astype(np.uint8)
     contents = {"meta": {"fine_label_names": ["apple", "bear", "crab"]}}
     for part, n in (("train", 12), ("test", 6)):
@@ -689,10 +671,11 @@ def cifar(tmp_path, monkeypatch):
     for part, content in contents.items():
         (folder / part).write_bytes(pickle.dumps(content))
         sums[part] = hashlib.md5(pickle.dumps(content)).hexdigest()
-    monkeypatch.setattr(data.CIFAR100, "train_list", [["train", sums["train"]]])
-    monkeypatch.setattr(data.CIFAR100, "test_list", [["test", sums["test"]]])
-    monkeypatch.setattr(data.CIFAR100, "meta", {**data.CIFAR100.meta, "md5": sums["meta"]})
-    monkeypatch.setattr(data.CIFAR100, "url", (folder / "absent.tar.gz").as_uri())  # no network
+    for name, value in (("train_list", [["train", sums["train"]]]),
+                        ("test_list", [["test", sums["test"]]]),
+                        ("meta", {**data.CIFAR100.meta, "md5": sums["meta"]}),
+                        ("url", (folder / "absent.tar.gz").as_uri())):  # no network
+        monkeypatch.setattr(data.CIFAR100, name, value)
     return images
 
 
@@ -700,17 +683,12 @@ def test_cifar100_is_the_same_from_pickles_and_folders(cifar, tmp_path, capsys):
     pickles = data.load("cifar100", tmp_path)
     for split, count in (("train", 12), ("test", 6)):
         for i in range(count):
-            name = ("crab", "apple", "bear")[i % 3]
-            path = tmp_path / "cifar100" / split / name / f"{i:03d}.png"
+            path = tmp_path / "cifar100" / split / ("crab", "apple", "bear")[i % 3] / f"{i:03d}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             TF.to_pil_image(torch.from_numpy(cifar[i])).save(path)
-    folders = data.load("cifar100", tmp_path)
+    assert equal(pickles, data.load("cifar100", tmp_path))
+    assert counts(pickles) == [[4] * 3, [2] * 3]
     assert "3 of 100 classes found" in capsys.readouterr().err
-    assert pickles.class_names == folders.class_names == ["apple", "bear", "crab"]
-    assert pickles.fingerprint == folders.fingerprint
-    for c in range(3):
-        assert torch.equal(pickles.train_images(c), folders.train_images(c))
-        assert torch.equal(pickles.test_images(c), folders.test_images(c))
 
 
 class Bomb:
@@ -721,12 +699,10 @@ class Bomb:
 @pytest.mark.parametrize("part", ["train", "test", "meta"])
 def test_a_pickle_in_its_place_is_never_executed(part, cifar, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    file = tmp_path / "cifar-100-python" / part
-    for bad in (pickle.dumps(Bomb()), file.read_bytes()[:50]):  # another file, a file cut short
-        file.write_bytes(bad)
-        with pytest.raises(data.UserError, match="cannot load cifar100 from .* by hand") as info:
-            data.load("cifar100", tmp_path)
-        assert "\n" not in str(info.value)
+    (tmp_path / "cifar-100-python" / part).write_bytes(pickle.dumps(Bomb()))
+    with pytest.raises(data.UserError, match="cannot load cifar100 from .* by hand") as info:
+        data.load("cifar100", tmp_path)
+    assert "\n" not in str(info.value)
     assert not Path("executed").exists()
 
 
@@ -745,27 +721,7 @@ def tiny(tmp_path):
     return root
 
 
-def test_tinyimagenet_layouts(tiny):
-    val = tiny / "val"
-    before = data.load("tinyimagenet", tiny.parent)
-    assert before.class_names == ["n01", "n02"] and counts(before) == [[3, 3], [2, 2]]
-    for c, numbers in enumerate(((1, 3), (0, 2))):
-        folder = val / before.class_names[c]
-        folder.mkdir()
-        for image, number in zip(before.test_images(c), numbers):
-            file = (val / "images" / f"val_{number}.JPEG").rename(folder / f"val_{number}.JPEG")
-            assert torch.equal(image, torch.from_numpy(data.decode(file, data.Form(64))))
-    for missing in ("val_1.JPEG", "val_annotations.txt"):
-        with pytest.raises(data.UserError, match=missing):
-            data.load("tinyimagenet", tiny.parent)
-        (val / "val_annotations.txt").unlink(missing_ok=True)
-    (val / "images").rmdir()
-    after = data.load("tinyimagenet", tiny.parent)
-    for c in range(2):
-        assert torch.equal(before.test_images(c), after.test_images(c))
-
-
-def test_tinyimagenet_download(tiny, tmp_path, monkeypatch):
+def test_tinyimagenet_is_downloaded_and_may_be_sorted_into_folders(tiny, tmp_path, monkeypatch):
     archive = Path(shutil.make_archive(tmp_path / "t", "zip", tmp_path, tiny.name))
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=tmp_path)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -781,19 +737,26 @@ def test_tinyimagenet_download(tiny, tmp_path, monkeypatch):
             data.load("tinyimagenet", new)
         assert not list(new.iterdir())
     monkeypatch.setattr(data, "TINY", (url, md5))
-    assert counts(data.load("tinyimagenet", new)) == [[3, 3], [2, 2]]
+    loaded = data.load("tinyimagenet", new)
     server.shutdown()
+    assert loaded.class_names == ["n01", "n02"] and counts(loaded) == [[3, 3], [2, 2]]
+    val = new / tiny.name / "val"
+    for name, numbers in (("n01", (1, 3)), ("n02", (0, 2))):
+        (val / name).mkdir()
+        for file in (f"val_{number}.JPEG" for number in numbers):
+            (val / "images" / file).rename(val / name / file)
+    (val / "images").rmdir()
+    assert equal(loaded, data.load("tinyimagenet", new))
 
 
 def test_imagenet100_is_the_subset_of_seed_1993(tmp_path, monkeypatch):
     numbers = np.random.RandomState(1993).permutation(1000)[:100].tolist()
-    assert numbers[:4] == [54, 7, 894, 512]
-    wnids = [f"n{i:03d}" for i in range(1000)]
+    names = [f"n{i:03d}" for i in range(1000)]
     (tmp_path / "imagenet" / "train").mkdir(parents=True)
-    monkeypatch.setattr(data, "class_folders", lambda folder: wnids)
+    monkeypatch.setattr(data, "class_folders", lambda folder: names)
     monkeypatch.setattr(data, "list_images", lambda folder: folder.name)
     found = data.find_by_class(tmp_path, data.DATASETS["imagenet100"].roots)
-    assert list(found) == [[wnids[i] for i in sorted(numbers)]] * 3
+    assert list(found) == [[names[i] for i in sorted(numbers)]] * 3
 
 
 @pytest.mark.parametrize("root", ["stanford_cars", "cars", "car_data/car_data"])
@@ -801,24 +764,8 @@ def test_cars_layouts(tmp_path, root):
     make_tree(tmp_path / root, ("Audi R8", "audi b", "Ram C-V"), 2, 1)
     dataset = data.load("cars", tmp_path)
     assert dataset.class_names == ["Audi R8", "Ram C-V", "audi b"]  # sorted with case, as SLCA's
-    assert dataset.train_images(0).shape == (2, 3, 300, 300)
-    assert dataset.train_clean_images(0).shape == (2, 3, 256, 256)
-    assert dataset.test_images(0).shape == (1, 3, 256, 256)
-
-
-REAL = Path(os.environ.get("LDC_DATA", "data"))
-
-
-@pytest.mark.parametrize("name,train,test", [
-    ("cifar100", {500}, {100}), ("tinyimagenet", {500}, {50}),
-    ("cars", {*range(24, 69)}, {*range(24, 69)})])
-def test_real_data(name, train, test):
-    if not any((REAL / root / "train").is_dir() for root in data.DATASETS[name].roots):
-        pytest.skip(f"no real {name}")
-    dataset = data.load(name, REAL)
-    assert dataset.num_classes == data.DATASETS[name].classes
-    found = counts(dataset)
-    assert set(found[0]) <= train and set(found[1]) <= test
+    assert dataset.train_images(0).shape[2:] == (300, 300)
+    assert dataset.train_clean_images(0).shape[2:] == dataset.test_images(0).shape[2:] == (256, 256)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1325,6 +1272,9 @@ def test_anchored_update_is_the_row_in_your_own_code():
 # --------------------------------------------------------------------------------------------------
 # All strategies: settings, what may be read, what a checkpoint holds
 
+every_strategy = pytest.mark.parametrize("name", list(strategies.STRATEGIES))
+FREE = [row for row in run.COMPENSATORS if "old images" not in run.needed([row])]
+
 
 def settings_of(name, dataset="demo", scale="smoke"):
     return run.preset_settings(name, dataset, scale)
@@ -1337,12 +1287,11 @@ def make(name, dataset="demo", size=16, weights_file=None, device="cpu", amp=Fal
                                        weights_file=weights_file)
 
 
-def brief(name, **changes):
-    """The strategy with one epoch per task."""
-    for setting in ("first_epochs", "epochs", "expert_epochs", "head_epochs"):
-        if setting in strategies.STRATEGIES[name].defaults:
-            changes.setdefault(setting, 1)
-    return make(name, **changes)
+def brief(name, count=1, **changes):
+    """The strategy with one epoch per task, or `count`."""
+    names = ("first_epochs", "epochs", "first_expert_epochs", "expert_epochs", "head_epochs")
+    epochs = {key: count for key in names if key in strategies.STRATEGIES[name].defaults}
+    return make(name, **{**epochs, **changes})
 
 
 def short_tasks(count, per_class=8):
@@ -1370,14 +1319,13 @@ def test_every_setting_resolves_and_has_a_help_text():
     assert set(strategies.SETTINGS) <= used
 
 
-@pytest.mark.parametrize("name", list(strategies.STRATEGIES))
+@every_strategy
 def test_every_strategy_is_exemplar_free_or_says_so(name, tmp_path):
     """While task t is learnt and compensated, no image of an earlier task is read, except by a
     strategy that declares it."""
     dataset = data.load("demo", limit=8)
-    free = [row for row in run.COMPENSATORS if "old images" not in run.needed([row])]
     one = open_run("--strategy", name, "--scale", "smoke", "--tasks", "10", "--device", "cpu",
-                   "--ldc-epochs", "1", "--out-dir", str(tmp_path), "--compensators", *free,
+                   "--ldc-epochs", "1", "--out-dir", str(tmp_path), "--compensators", *FREE,
                    dataset=dataset)
     stream, strategy = one.stream, one.strategy
     read, images_of = set(), dataset.train_images
@@ -1401,78 +1349,28 @@ def same_tensors(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
-def resumes_exactly(name, path):
-    """Whether a strategy built anew from a checkpoint before each task ends as one that was not.
-
-    On the way: training moves the backbone unless it rests, but never an earlier snapshot.
-    """
-    strategy, restored = brief(name), brief(name)
-    for task in short_tasks(3, per_class=4):
-        before = strategy.snapshot()
-        strategy.learn(task)
-        restored.learn(task)
-        torch.save(restored.state(), path)
-        restored = brief(name)
-        restored.load_state(torch.load(path, weights_only=True))
-    images = task[torch.arange(len(task))]
-    feats, again = strategy.snapshot()(images), restored.snapshot()(images)
-    assert torch.equal(feats, before(images)) == strategy.frozen_after_first
-    assert len(strategy.memory.get("means", range(15))) == 15  # of all classes so far
-    same = same_tensors(strategy.state()["net"], restored.state()["net"])
-    if hasattr(strategy, "classify"):
-        labels = strategy.classify(feats)
-        assert labels.max() < task.classes.stop
-        same = same and torch.equal(labels, restored.classify(again))
-    return same and torch.equal(feats, again)
-
-
-@pytest.mark.parametrize("name", list(strategies.STRATEGIES))
-def test_every_strategy_goes_on_from_a_checkpoint(name, tmp_path):
-    assert resumes_exactly(name, tmp_path / "state.pt")
-
-
-class Forgetful(strategies.Finetune):
-    """Pulls features towards an average that it keeps outside `net` and `memory`.
-
-    Like any new strategy, it need not have settings of a head.
-    """
-
-    defaults = {k: v for k, v in strategies.Finetune.defaults.items() if "head" not in k}
-    average = 0.0
-
-    def loss(self, x, y):
-        feats = self.embed(x)
-        self.average = 0.9 * self.average + 0.1 * feats.detach().mean()
-        return super().loss(x, y) + (feats.mean() - self.average).square()
-
-
-def test_state_outside_net_and_memory_is_noticed(tmp_path, monkeypatch):
-    """The test above is sharp: it fails for a strategy whose state is not in its checkpoint."""
-    monkeypatch.setitem(strategies.STRATEGIES, "forgetful", Forgetful)
-    assert not resumes_exactly("forgetful", tmp_path / "state.pt")
-
-
 def test_non_finite_loss_stops_naming_task_and_step():
     task, = short_tasks(1)
     with pytest.raises(data.UserError, match=r"task 1, epoch 1, step \d+"):
         make("lwf", first_lr=1e30).learn(task)
 
 
-EPOCHS = {name: 3 for name in ("first_epochs", "epochs", "first_expert_epochs", "expert_epochs")}
+EPOCHS = dict.fromkeys(("first_epochs", "epochs", "first_expert_epochs", "expert_epochs"), 3)
 
 
-@pytest.mark.parametrize("name", list(strategies.STRATEGIES))
-def test_every_strategy_resumes_within_a_task(name, tmp_path):
-    """Killed inside the first epoch of a task, inside a later one, and after training."""
+@every_strategy
+def test_every_strategy_resumes_to_the_last_bit(name, tmp_path):
+    """Killed inside the first epoch of each task, inside a later one, and after training; training
+    moves the backbone unless it rests, but never an earlier snapshot."""
     class Killed(BaseException):
         pass
 
-    def build(kill_at=math.inf, before=None):
+    def build(kill_at=math.inf, checkpoint=None):
         settings = {key: value for key, value in EPOCHS.items()
                     if key in strategies.STRATEGIES[name].defaults}
         strategy = make(name, batch_size=4, **settings)
-        if before:
-            strategy.load_state(copy.deepcopy(before))
+        if checkpoint:
+            strategy.load_state(torch.load(checkpoint, weights_only=True))
         steps, loss = [], strategy.loss
 
         def counted(*batch):
@@ -1484,29 +1382,36 @@ def test_every_strategy_resumes_within_a_task(name, tmp_path):
         strategy.loss = counted
         return strategy, steps
 
-    tasks = list(short_tasks(2, per_class=2))
-    whole, _ = build()
-    before = None
-    for task in tasks:
+    whole, checkpoint = build()[0], None
+    for task in short_tasks(3, per_class=2):
+        earlier = whole.snapshot()
         whole.learn(task)
         for kill_at in (2, 7, math.inf, math.inf):
-            strategy, steps = build(kill_at, before)
+            strategy, steps = build(kill_at, checkpoint)
             strategy.progress = run.Progress(tmp_path / "p", {"settings": {}, "options": {}}, "cpu")
             strategy.progress.every = 0
             with contextlib.suppress(Killed):
                 strategy.learn(task)
         assert not steps  # all had been learnt and saved: nothing is trained again
-        before = strategy.state()
+        checkpoint = tmp_path / "state.pt"
+        torch.save(strategy.state(), checkpoint)
     assert same_tensors(whole.net.state_dict(), strategy.net.state_dict())
     assert str(whole.memory) == str(strategy.memory)
+    assert len(whole.memory.get("means", range(15))) == 15  # of all classes so far
+    images = task[torch.arange(len(task))]
+    feats = whole.snapshot()(images)
+    assert torch.equal(feats, earlier(images)) == whole.frozen_after_first
+    if hasattr(whole, "classify"):
+        labels = whole.classify(feats)
+        assert labels.max() < task.classes.stop and torch.equal(labels, strategy.classify(feats))
 
 
-@pytest.mark.parametrize("name", list(strategies.STRATEGIES))
+@every_strategy
 def test_every_strategy_trains_in_bfloat16_on_a_cpu(name):
     strategy, plain = brief(name, amp=True), brief(name)
-    for task in short_tasks(1):
-        strategy.learn(task)
-        plain.learn(task)
+    task, = short_tasks(1)
+    strategy.learn(task)
+    plain.learn(task)
     trained, exact = strategy.net.state_dict(), plain.net.state_dict()
     assert not same_tensors(trained, exact)
     for key, value in trained.items():
@@ -1526,15 +1431,16 @@ def test_resnet18_has_the_authors_stems_and_any_width():
         assert feats.shape == (2, 48) == (2, net.dim) and (feats >= 0).all() and seen == [side]
 
 
-@pytest.mark.parametrize("device,width,expected", [
-    ("cpu", 8, torch.contiguous_format), ("cpu", 16, torch.channels_last),
-    ("mps", 64, torch.contiguous_format), ("cuda", 8, torch.channels_last)])
-def test_memory_format(device, width, expected):
-    """In channels-last oneDNN can crash at width 8."""
-    assert strategies.memory_format(torch.device(device), width) == expected
-    if device == "cpu":
-        weight = make("lwf", width=width).net["backbone"].layer1[1].conv1.weight
-        assert weight.is_contiguous(memory_format=expected)
+def test_memory_format():
+    """In channels-last oneDNN can crash at width 8; a strategy needs no settings of a head."""
+    for device, width, expected in (
+            ("cpu", 8, torch.contiguous_format), ("cpu", 16, torch.channels_last),
+            ("mps", 64, torch.contiguous_format), ("cuda", 8, torch.channels_last)):
+        assert strategies.memory_format(torch.device(device), width) == expected
+        if device == "cpu":
+            strategy = strategies.Strategy({**strategies.Strategy.defaults, "width": width}, 16)
+            weight = strategy.net["backbone"].layer1[1].conv1.weight
+            assert weight.is_contiguous(memory_format=expected)
 
 
 def test_golden_cosine_head_keeps_its_logits_as_it_grows():
@@ -1553,10 +1459,16 @@ def test_golden_cosine_head_keeps_its_logits_as_it_grows():
     agree(head(feats)[:, :10], g["logits_after_expand"])
 
 
-def test_any_torchvision_backbone_gives_features():
-    for name in ("vit_b_16", "mobilenet_v3_small"):
-        backbone = strategies.torchvision_backbone(name, 32)
-        assert backbone.eval()(torch.rand(2, 3, 32, 32)).shape == (2, backbone.dim)
+def test_any_torchvision_backbone_gives_features(tmp_path):
+    """And takes torchvision's weights, without the classifier's."""
+    backbone = strategies.torchvision_backbone("vit_b_16", 32).eval()
+    assert backbone(torch.rand(2, 3, 32, 32)).shape == (2, backbone.dim)
+    theirs, path = torchvision.models.mobilenet_v3_small().state_dict(), tmp_path / "w.pth"
+    torch.save(theirs, path)
+    backbone = strategies.torchvision_backbone("mobilenet_v3_small", 32)
+    strategies.load_weights(backbone, path)
+    del theirs["classifier.3.weight"], theirs["classifier.3.bias"]
+    assert same_tensors(backbone.state_dict(), theirs)
 
 
 def linear(weight, bias=None):
@@ -1570,7 +1482,7 @@ def linear(weight, bias=None):
 # --------------------------------------------------------------------------------------------------
 # Pre-trained weights
 
-DIM, HEADS, LAYERS, PATCH, MLP = 24, 3, 2, 8, 40
+DIM, HEADS, SIZE, LAYERS, PATCH, MLP = 24, 3, 8, 2, 8, 40
 
 
 def tiny_vit():
@@ -1580,129 +1492,81 @@ def tiny_vit():
     return model.eval()
 
 
-@pytest.fixture
 def jax_arrays():
-    """One random ViT under the names and axes of Google's release, with its 21k head."""
-    rng = np.random.default_rng(0)
+    """A random ViT with the names and axes of Google's release, drawn as it computes.
 
-    def draw(*shape):
-        return rng.normal(0, 0.3, shape).astype(np.float32)
+    Returns its arrays, four images, and their features in float64: the CLS token after the norm.
+    """
+    rng, arrays, images = np.random.default_rng(0), {}, torch.randn(4, 3, 32, 32, generator=gen())
 
-    arrays = {"cls": draw(1, 1, DIM),
-              "embedding/kernel": draw(PATCH, PATCH, 3, DIM), "embedding/bias": draw(DIM),
-              "Transformer/posembed_input/pos_embedding": draw(1, 17, DIM),
-              "head/kernel": draw(DIM, 7), "head/bias": draw(7),
-              "Transformer/encoder_norm/scale": 1 + draw(DIM),
-              "Transformer/encoder_norm/bias": draw(DIM)}
-    for i in range(LAYERS):
-        block = f"Transformer/encoderblock_{i}/"
-        attention = block + "MultiHeadDotProductAttention_1/"
-        for part in ("query", "key", "value"):
-            arrays[f"{attention}{part}/kernel"] = draw(DIM, HEADS, DIM // HEADS)
-            arrays[f"{attention}{part}/bias"] = draw(HEADS, DIM // HEADS)
-        arrays[attention + "out/kernel"] = draw(HEADS, DIM // HEADS, DIM)
-        arrays[attention + "out/bias"] = draw(DIM)
-        for norm in ("LayerNorm_0", "LayerNorm_2"):
-            arrays[f"{block}{norm}/scale"] = 1 + draw(DIM)
-            arrays[f"{block}{norm}/bias"] = draw(DIM)
-        for dense, (a, b) in (("Dense_0", (DIM, MLP)), ("Dense_1", (MLP, DIM))):
-            arrays[f"{block}MlpBlock_3/{dense}/kernel"] = draw(a, b)
-            arrays[f"{block}MlpBlock_3/{dense}/bias"] = draw(b)
-    return arrays
-
-
-def jax_forward(arrays, images):
-    """The same transformer by einsum on the native axes, float64: the CLS token after the norm."""
-    a = {name: torch.from_numpy(array).double() for name, array in arrays.items()}
+    def draw(name, *shape):
+        arrays[name] = rng.normal(0, 0.3, shape).astype(np.float32)
+        return torch.from_numpy(arrays[name]).double()
 
     def norm(x, name):
-        centred = x - x.mean(-1, keepdim=True)
-        scaled = centred / (centred.square().mean(-1, keepdim=True) + 1e-6).sqrt()
-        return scaled * a[f"{name}/scale"] + a[f"{name}/bias"]
+        return F.layer_norm(x, [DIM], draw(name + "/scale", DIM), draw(name + "/bias", DIM), 1e-6)
 
-    # patches: (B, 3, rows, columns, height, width)
-    patches = images.double().unfold(2, PATCH, PATCH).unfold(3, PATCH, PATCH)
-    x = torch.einsum("bcijhw,hwcd->bijd", patches, a["embedding/kernel"]).flatten(1, 2)
-    x = torch.cat([a["cls"].expand(len(x), 1, DIM), x + a["embedding/bias"]], 1)
-    x = x + a["Transformer/posembed_input/pos_embedding"]
+    def dense(x, name, *shape, axes=1):
+        """The last axes of x times the first of a kernel, plus a bias."""
+        product = torch.tensordot(x, draw(name + "/kernel", *shape), axes)
+        return product + draw(name + "/bias", *shape[axes:])
+
+    # (B, rows, columns, height, width, 3)
+    patches = images.double().unfold(2, PATCH, PATCH).unfold(3, PATCH, PATCH).movedim(1, -1)
+    x = dense(patches, "embedding", PATCH, PATCH, 3, DIM, axes=3).flatten(1, 2)
+    x = torch.cat([draw("cls", 1, 1, DIM).expand(4, 1, DIM), x], 1)
+    x = x + draw("Transformer/posembed_input/pos_embedding", 1, 17, DIM)
     for i in range(LAYERS):
         block = f"Transformer/encoderblock_{i}/"
         y, attention = norm(x, block + "LayerNorm_0"), block + "MultiHeadDotProductAttention_1/"
-        q, k, v = (torch.einsum("btd,dhe->bhte", y, a[f"{attention}{part}/kernel"])
-                   + a[f"{attention}{part}/bias"][:, None] for part in ("query", "key", "value"))
-        mix = torch.einsum("bhte,bhse->bhts", q, k).div((DIM // HEADS) ** 0.5).softmax(-1)
-        out = torch.einsum("bhts,bhse,hed->btd", mix, v, a[attention + "out/kernel"])
-        x = x + out + a[attention + "out/bias"]
-        dense = block + "MlpBlock_3/Dense_"
-        y = norm(x, block + "LayerNorm_2") @ a[dense + "0/kernel"] + a[dense + "0/bias"]
-        x = x + F.gelu(y) @ a[dense + "1/kernel"] + a[dense + "1/bias"]
-    return norm(x, "Transformer/encoder_norm")[:, 0]
+        q, k, v = (dense(y, attention + part, DIM, HEADS, SIZE)
+                   for part in ("query", "key", "value"))
+        mix = torch.einsum("bthe,bshe->bhts", q, k).div(SIZE ** 0.5).softmax(-1)
+        mixed = torch.einsum("bhts,bshe->bthe", mix, v)
+        x = x + dense(mixed, attention + "out", HEADS, SIZE, DIM, axes=2)
+        y = dense(norm(x, block + "LayerNorm_2"), block + "MlpBlock_3/Dense_0", DIM, MLP)
+        x = x + dense(F.gelu(y), block + "MlpBlock_3/Dense_1", MLP, DIM)
+    feats = norm(x, "Transformer/encoder_norm")[:, 0]
+    dense(feats, "head", DIM, 7)  # of ImageNet-21k
+    return arrays, images, feats
 
 
-def test_googles_weights_give_the_same_features(jax_arrays, tmp_path):
-    torch.manual_seed(0)
-    images = torch.randn(4, 3, 32, 32)
-    np.savez(tmp_path / "a.npz", **jax_arrays)
-    model = tiny_vit()
-    strategies.load_weights(model, tmp_path / "a.npz")
-    assert (model(images) - jax_forward(jax_arrays, images)).abs().max() < 1e-5
-    model.encoder.ln.reset_parameters()  # as Strategy.start does
-    norms = model(images).norm(dim=1)
-    assert (norms - math.sqrt(DIM)).abs().max() < 1e-3
+def test_googles_weights_give_the_same_features(tmp_path):
+    arrays, images, feats = jax_arrays()
+    model, path = tiny_vit(), tmp_path / "a.npz"
+    np.savez(path, **arrays)
+    strategies.load_weights(model, path)
+    assert (model(images) - feats).abs().max() < 1e-5
+    del arrays["Transformer/encoderblock_1/LayerNorm_0/bias"]
+    np.savez(path, **arrays)
+    with pytest.raises(data.UserError, match=r"\(KeyError: .*encoderblock_1"):
+        strategies.load_weights(model, path)
 
 
 def test_weights_of_resnet18(tmp_path):
-    """With a state_dict of torchvision's ResNet-18, here an older one, both compute the same."""
-    theirs = torchvision.models.resnet18(num_classes=5).eval()
-    for m in theirs.modules():  # statistics that matter
-        if isinstance(m, nn.BatchNorm2d):
-            nn.init.uniform_(m.running_mean, -0.1, 0.1)
-            nn.init.uniform_(m.running_var, 0.5, 2)
-    older = {k: v for k, v in theirs.state_dict().items() if "num_batches_tracked" not in k}
-    path = tmp_path / "w.pth"
-    torch.save(older, path)
-    ours = strategies.ResNet18(64, "standard").eval()
-    strategies.load_weights(ours, path)
+    """A strategy that starts from torchvision's computes the same; no tensor may be missing."""
+    theirs, images = torchvision.models.resnet18(num_classes=5), torch.randn(4, 3, 32, 32)
+    theirs(images)  # moves the statistics of batch-norm
+    state, path = theirs.state_dict(), tmp_path / "w.pth"
+    torch.save(state, path)
+    strategy = make("finetune", stem="standard", width=64, weights=str(path), weights_file=path)
+    task = FixedTask(0, range(3))
+    strategy.start(task)
     theirs.fc = nn.Identity()
-    images = torch.randn(2, 3, 32, 32)
-    agree(ours(images), theirs(images), 1e-5)
-    with pytest.raises(data.UserError, match="conv1.weight.*64, 3, 7, 7.*64, 3, 3, 3"):
-        strategies.load_weights(strategies.ResNet18(64, "cifar"), path)
-    del older["bn1.bias"]
-    torch.save(older, path)
-    with pytest.raises(data.UserError, match="bn1.bias"):
-        strategies.load_weights(ours, path)
+    agree(strategy.snapshot()(images), theirs.eval()(images), 1e-5)
+    del state["bn1.bias"]
+    torch.save(state, path)
+    with pytest.raises(data.UserError, match="^[^\n]*bn1.bias[^\n]*$"):
+        strategy.start(task)
 
 
-def test_torchvision_weights_of_other_backbones(tmp_path):
-    """A strategy starts from them, its classifier dropped; only a vit has a final norm to renew."""
-    theirs = torchvision.models.mobilenet_v3_small().state_dict()
-    path = tmp_path / "w.pth"
-    torch.save(theirs, path)
-    strategy = make("finetune", size=32, backbone="mobilenet_v3_small", weights=str(path),
-                    weights_file=path)
-    strategy.start(SimpleNamespace(index=0, classes=range(3)))
-    ours = strategy.net["backbone"].state_dict()
-    assert set(theirs) - set(ours) == {"classifier.3.weight", "classifier.3.bias"}
-    assert all(torch.equal(theirs[name], ours[name]) for name in ours)
-
-
-@pytest.mark.parametrize("name,content,words", [
-    ("w.npz", lambda a: {k: v for k, v in a.items() if "encoderblock_1" not in k},
-     r"\(KeyError: .*encoderblock_1"),
-    ("w.npz", lambda a: {**a, "Transformer/posembed_input/pos_embedding": a["cls"]},
-     r"pos_embedding.*1, 1, 24.*1, 17, 24"),
-    ("w.npz", b"", ""), ("w.npz", b"PK\x03\x04 cut short", ""),
-    ("w.pth", b"", ""), ("w.pth", b"\x80\x02 no pickle", ""), ("w.pth", b"<html></html>", "")])
-def test_weight_files_that_do_not_fit_are_refused(jax_arrays, tmp_path, name, content, words):
+@pytest.mark.parametrize("name,content", [
+    ("w.npz", b"PK\x03\x04 cut short"), ("w.pth", b""), ("w.pth", b"<html></html>")])
+def test_damaged_weight_files_are_refused(tmp_path, name, content):
     path = tmp_path / name
-    if callable(content):
-        np.savez(path, **content(jax_arrays))
-    else:
-        path.write_bytes(content)
-    with pytest.raises(data.UserError, match="does not fit the backbone .*" + words) as raised:
+    path.write_bytes(content)
+    with pytest.raises(data.UserError, match="does not fit the backbone"):
         strategies.load_weights(tiny_vit(), path)
-    assert "\n" not in str(raised.value)
 
 
 def test_weights_are_found_or_downloaded_or_asked_for(tmp_path, monkeypatch):
@@ -1710,18 +1574,15 @@ def test_weights_are_found_or_downloaded_or_asked_for(tmp_path, monkeypatch):
         settings = SimpleNamespace(backbone=backbone, weights=weights)
         return strategies.find_weights(settings, tmp_path / "data")
 
-    source = tmp_path / "there" / "B_16.npz"
+    source, path = tmp_path / "B_16.npz", tmp_path / "data" / "weights" / "B_16.npz"
     monkeypatch.setattr(strategies, "IN21K", source.as_uri())
     with pytest.raises(data.UserError, match=r"put it at .*weights.B_16.npz"):
         find()
-    assert not list(tmp_path.glob("data/weights/*"))  # nothing half done remains
-    source.parent.mkdir()
+    assert not any(path.parent.iterdir())  # nothing half done remains
     source.write_bytes(b"content")
-    found = find()
-    assert found == tmp_path / "data" / "weights" / "B_16.npz" and found.read_bytes() == b"content"
+    assert find() == path and path.read_bytes() == b"content"
     source.unlink()
-    assert find() == found == find(str(found))
-    assert find("none") is None
+    assert find() == path == find(str(path)) and find("none") is None
     for wrong in (("nowhere.npz",), ("in21k", "resnet18"), ("torchvision", "resnet19")):
         with pytest.raises(data.UserError, match="there is no such file for --backbone"):
             find(*wrong)
@@ -1733,44 +1594,40 @@ def test_weights_are_found_or_downloaded_or_asked_for(tmp_path, monkeypatch):
     assert asked == [(url, str(path), url[-12:-4])] and path.name == Path(url).name
 
 
-def test_cars_recipe(jax_arrays, tmp_path, monkeypatch):
+def test_cars_recipe(tmp_path, monkeypatch):
     """SLCA's settings reach the optimiser; training starts from the weights, at a fresh norm that a
     checkpoint keeps."""
     monkeypatch.setattr(strategies, "torchvision_backbone", lambda name, size: tiny_vit())
-    np.savez(tmp_path / "a.npz", **jax_arrays)
-    settings = settings_of("finetune", "cars", "paper")
-    build = functools.partial(make, "finetune", **settings)
+    arrays, images, _ = jax_arrays()
+    np.savez(tmp_path / "a.npz", **arrays)
+    build = functools.partial(make, "finetune", **settings_of("finetune", "cars", "paper"))
     strategy = build(weights_file=tmp_path / "a.npz")
-    tasks = [SimpleNamespace(index=t, classes=range(3 * t, 3 * t + 3)) for t in (0, 1)]
-    strategy.start(tasks[0])
-    backbone = strategy.net["backbone"]
-    assert torch.equal(backbone.class_token.detach(), torch.from_numpy(jax_arrays["cls"]))
-    assert (backbone.encoder.ln.weight == 1).all()
-    optimizer, scheduler = strategy.optimizer(tasks[0])
+    first, second = FixedTask(0, range(3)), FixedTask(1, range(3, 6))
+    strategy.start(first)
+    backbone, head = strategy.net["backbone"], strategy.net["head"]
+    assert torch.equal(backbone.class_token.detach(), torch.from_numpy(arrays["cls"]))
+    assert (backbone.encoder.ln.weight == 1).all() and head.weight.abs().max() < 0.1
+    optimizer, scheduler = strategy.optimizer(first)
     rates = [(g["lr"], g["weight_decay"], g["momentum"]) for g in optimizer.param_groups]
     assert rates == [(1e-4, 5e-4, 0.9), (pytest.approx(0.01), 5e-4, 0.9)]
-    assert sum(len(g["params"]) for g in optimizer.param_groups) == 32
-    assert dict(scheduler.milestones) == {40: 1} and strategy.setting("epochs", 0) == 50
-    head = strategy.net["head"]
-    assert head.weight.abs().max() < 0.1 and not head.bias.any()
+    assert optimizer.param_groups[1]["params"] == [head.weight, head.bias]
+    assert sorted(scheduler.milestones) == [40]
     backbone.class_token.data.zero_()
-    strategy.start(tasks[1])
+    strategy.start(second)
     assert not backbone.class_token.any()  # no weights are loaded again
-    strategy.loss(torch.randn(4, 3, 32, 32), torch.tensor([3, 4, 5, 5])).backward()
+    strategy.loss(images, torch.tensor([3, 4, 5, 5])).backward()
     assert not head.weight.grad[:3].any() and head.weight.grad[3:].any()
     again = build()
     again.load_state(strategy.state())
     assert again.net["backbone"].encoder.ln.eps == 1e-5
-    images = torch.ones(2, 3, 32, 32)
     assert torch.equal(again.snapshot()(images), strategy.snapshot()(images))
 
 
 # --------------------------------------------------------------------------------------------------
 # LwF
 
-# A golden loss proves a formula; here training loops are compared with papers' and codes' update
-# rules in plain float64 arithmetic, on fixed batches with a tiny backbone. They share no optimiser,
-# scheduler or loss.
+# A golden loss proves a formula; here training loops are compared with published update rules in
+# plain float64 arithmetic, on fixed batches. They share no optimiser, scheduler or loss.
 
 
 class TinyBackbone(nn.Module):
@@ -1886,35 +1743,30 @@ def decayed_rate(rate, milestones, epoch):
     return rate * 0.1 ** sum(epoch >= m for m in milestones)
 
 
-class PlainSGD:
-    """v = 0.9 v + g + wd p, p -= lr v; new for every task."""
-
-    def __init__(self, params, decay):
-        self.params, self.decay = params, decay
-        self.velocity = [torch.zeros_like(p) for p in params]
-
-    def step(self, loss, rate):
-        for p, v, g in zip(self.params, self.velocity, torch.autograd.grad(loss, self.params)):
-            v.mul_(0.9).add_(g + self.decay * p.detach())
-            p.data -= rate * v
-
-
-class PlainAdam:
-    """m = 0.9 m + 0.1 g, s = 0.999 s + 0.001 g^2, g with weight decay, both bias-corrected."""
+class PlainOptimizer:
+    """New for every task; weight decay is part of the gradient."""
 
     def __init__(self, params, decay):
         self.params, self.decay, self.t = params, decay, 0
-        self.m = [torch.zeros_like(p) for p in params]
-        self.s = [torch.zeros_like(p) for p in params]
+        self.kept = [(torch.zeros_like(p), torch.zeros_like(p)) for p in params]
 
     def step(self, loss, rate):
         self.t += 1
-        for p, m, s, g in zip(self.params, self.m, self.s, torch.autograd.grad(loss, self.params)):
-            g = g + self.decay * p.detach()
-            m.mul_(0.9).add_(0.1 * g)
-            s.mul_(0.999).add_(0.001 * g * g)
-            m_hat, s_hat = m / (1 - 0.9 ** self.t), s / (1 - 0.999 ** self.t)
-            p.data -= rate * m_hat / (s_hat.sqrt() + 1e-8)
+        for p, g, kept in zip(self.params, torch.autograd.grad(loss, self.params), self.kept):
+            p.data -= rate * self.direction(g + self.decay * p.detach(), *kept)
+
+
+class PlainSGD(PlainOptimizer):
+    def direction(self, g, velocity, _):
+        return velocity.mul_(0.9).add_(g)
+
+
+class PlainAdam(PlainOptimizer):
+    def direction(self, g, m, s):
+        m.mul_(0.9).add_(0.1 * g)
+        s.mul_(0.999).add_(0.001 * g * g)
+        m_hat, s_hat = m / (1 - 0.9 ** self.t), s / (1 - 0.999 ** self.t)
+        return m_hat / (s_hat.sqrt() + 1e-8)
 
 
 def test_lwf_trains_as_published(loop):
@@ -1930,8 +1782,8 @@ def test_lwf_trains_as_published(loop):
         old = copy.deepcopy(f).eval(), W.detach().clone(), sigma.detach().clone()
         fresh = start["head.weight"][known:]  # the draw of new rows is ours
         W = torch.cat([W.detach(), fresh]).requires_grad_()
-        rates = (0.1, (2, 3), 5e-4) if task.index == 0 else (0.05, (1, 2), 2e-4)
-        sgd = PlainSGD([*f.parameters(), W, sigma], rates[2])
+        rate, milestones, decay = (0.05, (1, 2), 2e-4) if task.index else (0.1, (2, 3), 5e-4)
+        sgd = PlainSGD([*f.parameters(), W, sigma], decay)
         for epoch in range(4 - task.index):
             for x, y in task.epoch():
                 z = sigma * unit(f(x)) @ unit(W).T
@@ -1941,7 +1793,7 @@ def test_lwf_trains_as_published(loop):
                         z_old = old[2] * unit(old[0](x)) @ unit(old[1]).T
                     teacher = log_softmax(z_old / 2).exp()
                     loss = loss - 10 * (teacher * log_softmax(z[:, :known] / 2)).sum(1).mean()
-                sgd.step(loss, decayed_rate(rates[0], rates[1], epoch))
+                sgd.step(loss, decayed_rate(rate, milestones, epoch))
     as_published(strategy, f, {"head.weight": W, "head.sigma": sigma})
 
 
@@ -1964,11 +1816,7 @@ def test_golden_pass():
     assert torch.equal(data.rotate4(g["images"]), g["rot_images"])
     head, feats = linear(g["fc_weight"], g["fc_bias"]), g["feats"].clone().requires_grad_()
     drawn = g["prototypes"][g["proto_index"]] + g["radius_task1"] * g["noise"]
-    args = head, feats, g["targets"], g["feats_old"], drawn, g["proto_index"]
-    agree(strategies.pass_loss(*args[:3]), g["loss_clf"])
-    agree(strategies.pass_loss(*args, lambda_proto=0) - g["loss_clf"], g["loss_fkd"])
-    agree(strategies.pass_loss(*args, lambda_fkd=0) - g["loss_clf"], g["loss_proto"])
-    loss = strategies.pass_loss(*args)
+    loss = strategies.pass_loss(head, feats, g["targets"], g["feats_old"], drawn, g["proto_index"])
     loss.backward()
     agree(loss, g["loss_total"])
     agree(feats.grad, g["grad_feats"])
@@ -1983,8 +1831,8 @@ def rotations(x):
 
 def test_pass_trains_as_published(loop):
     """Four rotations as classes, ||F - F_old|| over the batch, B floor(C_old / C_new) noisy
-    prototypes per step, both weights 10, temperature 0.1; Adam, a step of its rate, anew each task.
-    One forward per step: the second of PyCIL's only moves batch-norm twice."""
+    prototypes per step, both weights 10, temperature 0.1; Adam, steps of its rate, anew each task;
+    one forward per step."""
     strategy, tasks, starts, draws = loop(
         "pass", lr=1e-3, first_epochs=3, epochs=3, first_milestones=(2,), milestones=(1,))
     f = tiny_copy(starts[0])
@@ -2062,17 +1910,12 @@ def test_golden_fetril():
 def test_golden_fecam():
     g = golden("fecam")
     groups = strategies.by_class(g["train_features"], g["train_labels"], range(6))
-    cov = strategies.covariance(groups[0] ** 0.5)
-    agree(cov, g["cov0_tukey"])
-    once = strategies.shrink_covariance(cov)
-    agree(once, g["cov0_shrunk_once"])
-    agree(strategies.shrink_covariance(once), g["cov0_shrunk_twice"])
     inverses = torch.stack([strategies.fecam_inverse(group) for group in groups])
     agree(torch.linalg.pinv(inverses[0].double(), hermitian=True), g["cov0_normalised"])
     agree(strategies.fecam_distance(g["test_features"], g["class_means"], inverses), g["dist"])
 
 
-def test_golden_fecam_classifies_by_the_cosine_head_after_its_first_task():
+def test_golden_fecam_predicts_by_the_cosine_head_at_first():
     g, strategy = golden("fecam"), make("fecam")
     strategy.net["head"].weight = nn.Parameter(g["head_weight_task1"])
     for part, expected in ((range(4), g["pred_task1"]), (range(4, 6), g["pred"])):
@@ -2096,17 +1939,11 @@ def test_fecam_refuses_what_it_cannot_use(feats, words):
 # EFC
 
 
-def test_golden_efc_matrix_regulariser_and_drift():
+def test_golden_efc_matrix_and_drift():
     g = golden("efc")
     agree(strategies.feature_matrix(g["features"], g["head_weight"], int(g["batch_size"])), g["E"])
-    feats = g["feats_new"].clone().requires_grad_()
-    reg = strategies.efm_loss(feats, g["feats_old"], g["E"], g["lam"].item(), g["eta"].item())
-    reg.backward()
-    agree(reg, g["reg"])
-    agree(feats.grad, g["grad_reg"])
     moved = strategies.efc_drift(
         g["prototypes"], g["feats_old"], g["feats_new"], g["E"], g["sigma"].item())
-    agree(moved, g["prototypes_updated"])
     agree(moved - g["prototypes"], g["drift"])
 
 
@@ -2121,18 +1958,13 @@ def test_golden_efc_loss_and_rotations():
     agree(feats.grad, g["c_grad_feats"])
     agree(head.weight.grad, g["c_grad_head"])
     y, turned = g["rot_targets"], g["rot_out_targets"]
-    images = data.rotate4(g["rot_images"]).unflatten(0, (-1, 4))[:, 1:].flatten(0, 1)
-    assert torch.equal(images, g["rot_out_images"])
     classes = int(turned[0] - 3 * y[0])  # stored labels are C_1 + 3y + k - 1
     labels = strategies.efc_rotations(y, classes).view(-1, 4)
     assert torch.equal(labels, torch.cat([y[:, None], turned.view(-1, 3)], 1))
 
 
 def efc_first_task(f, task, start):
-    """Train the backbone as EFC's first task does; the head's weights (C, d).
-
-    Turned images are classes of an auxiliary layer.
-    """
+    """Train the backbone with turned images as classes of an auxiliary layer; the head (C, d)."""
     W = start["head.weight"].clone().requires_grad_()
     turned_W = start["rotations.weight"].clone().requires_grad_()
     turned_b = start["rotations.bias"].clone().requires_grad_()
@@ -2161,8 +1993,8 @@ def efc_memory(f, task, W):
 
 
 def test_efc_trains_as_published(loop):
-    """Task 1 with turned images as classes of an auxiliary layer; then batch-norm stands still, and
-    new head + PR-ACE over all heads + (f - f_old)^T (10 E + 0.1 I) (f - f_old); Adam at 1e-4."""
+    """After task 1 batch-norm stands still; new head + PR-ACE over all heads +
+    (f - f_old)^T (10 E + 0.1 I) (f - f_old); Adam at 1e-4."""
     strategy, tasks, starts, draws = loop(
         "efc", first_lr=1e-3, first_epochs=3, first_milestones=(2,), epochs=3)
     f = tiny_copy(starts[0])
@@ -2200,27 +2032,18 @@ def test_efc_trains_as_published(loop):
     agree(strategy.memory["E"], efc_memory(f, tasks[1], W.detach())[2], 1e-9)
 
 
-def test_feature_matrix_is_the_jacobian_form():
-    torch.manual_seed(0)
-    feats, weight = torch.randn(12, 5, dtype=torch.float64), torch.randn(4, 5, dtype=torch.float64)
-    E = torch.zeros(5, 5, dtype=torch.float64)
-    for f in feats:
-        J = torch.autograd.functional.jacobian(lambda f: F.log_softmax(weight @ f, 0), f)
-        E += J.T @ torch.softmax(weight @ f, 0).diag() @ J / len(feats)
-    agree(strategies.feature_matrix(feats, weight, 4), E, 1e-12)
-    assert torch.linalg.matrix_rank(E, hermitian=True) == 3
-
-
 def test_efc_rates_of_imagenet100():
+    """The heads have a rate of their own after the first task only."""
     strategy = make("efc", **{**settings_of("efc", "imagenet100", "paper"), "width": 2})
-    strategy.start(SimpleNamespace(index=0, classes=range(3)))
-    first, scheduler = strategy.optimizer(SimpleNamespace(index=0))
-    assert isinstance(first, torch.optim.SGD) and [g["lr"] for g in first.param_groups] == [0.1]
-    assert sorted(scheduler.milestones) == [80, 120, 150]
-    strategy.memory = {"E": None}
-    later, scheduler = strategy.optimizer(SimpleNamespace(index=1))
-    assert isinstance(later, torch.optim.Adam) and not scheduler.milestones
-    assert [g["lr"] for g in later.param_groups] == [1e-5, pytest.approx(1e-4)]
+    found = []
+    for t in (0, 1):
+        strategy.start(FixedTask(t, range(3)))
+        optimizer, scheduler = strategy.optimizer(SimpleNamespace(index=t))
+        rates = [group["lr"] for group in optimizer.param_groups]
+        found.append((type(optimizer), rates, sorted(scheduler.milestones)))
+        strategy.memory = {"E": None}
+    assert found == [(torch.optim.SGD, [0.1], [80, 120, 150]),
+                     (torch.optim.Adam, [1e-5, pytest.approx(1e-4)], [])]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2240,49 +2063,25 @@ def with_stored(net, g, prefix):
     return net
 
 
-class Stored(nn.Module):
-    """A frozen network whose features of two views are known beforehand."""
-
-    def __init__(self, views, outputs):
-        super().__init__()
-        self.views, self.outputs = views, outputs
-
-    def forward(self, x):
-        return self.outputs[[x is view for view in self.views].index(True)]
-
-
-def trainer(name, **changes):
-    """The strategy with the identity as backbone and projector: its loss is a function of two
-    feature matrices."""
-    strategy = make(name, **changes)
+def trainer(name, views, **changes):
+    """A strategy whose loss is a function of two feature matrices; the network of a target is its
+    features of both."""
+    strategy = make(name, width=2, **changes)  # 16 features
+    strategy.embed = lambda x, backbone: x
+    strategy.frozen_tap = lambda target, x: target.net[x is views[1]]
     strategy.net["projector"] = nn.Identity()
-    strategy.embed = lambda x, backbone: backbone(x)
-    strategy.trained = {"backbone": nn.Identity(), "projector": nn.Identity()}
-    strategy.targets = []
+    strategy.trained = strategy.net
     return strategy
-
-
-def stored_net(views, outputs):
-    return nn.ModuleDict({"backbone": Stored(views, outputs), "projector": nn.Identity()})
 
 
 def test_golden_barlow():
     g = golden("barlow")
-    for name, lam, scale in (("0", 0.005, 0.1), ("1", 0.0051, 0.025), ("pocon", 0.0051, 0.025)):
+    for name, lam, scale in (("0", 0.005, 0.1), ("pocon", 0.0051, 0.025)):
         z1, = leaves(g["z1"])
         loss = strategies.barlow_twins_loss(z1, g["z2"], lam, scale)
         loss.backward()
         agree(loss, g[f"loss_{name}"])
         agree(z1.grad, g[f"grad_z1_{name}"])
-
-
-def test_barlow_twins_in_its_matrix_form():
-    z1, z2 = torch.randn(2, 32, 20, generator=gen())
-    n1, n2 = ((z - z.mean(0)) / (z.var(0, correction=0) + 1e-5).sqrt() for z in (z1, z2))
-    C = n1.T @ n2 / 32
-    beside = C - C.diag().diag()
-    expected = 0.1 * ((C.diag() - 1).square().sum() + 0.005 * beside.square().sum())
-    agree(strategies.barlow_twins_loss(z1, z2), expected)
 
 
 def test_norms_have_a_gradient_at_zero():
@@ -2294,57 +2093,37 @@ def test_norms_have_a_gradient_at_zero():
         assert torch.isfinite(gradient).all()
 
 
-def test_golden_cassle():
-    g = golden("cassle_distill")
-    views = leaves(g["z1"], g["z2"])
-    cassle = trainer("cassle")
-    agree(cassle.loss(*views), g["loss_ssl"])
-    cassle.net["predictor"] = with_stored(strategies.mlp(16, 24, 16), g, "pred")
-    cassle.targets = [cassle.target(stored_net(views, (g["frozen_z1"], g["frozen_z2"])))]
-    total = cassle.loss(*views)
+@pytest.mark.parametrize("name,piece,u", [
+    ("cassle", "cassle_distill", "z"), ("pfr", "pfr_loss", "f")])
+def test_golden_cassle_and_pfr(name, piece, u):
+    g = golden(piece)
+    views = leaves(g[u + "1"], g[u + "2"])
+    strategy = trainer(name, views)
+    predictor = strategy.build_predictor() if name == "pfr" else strategies.mlp(16, 24, 16)
+    strategy.net["predictor"] = with_stored(predictor, g, "pred")
+    strategy.targets = [strategy.target((g[f"frozen_{u}1"], g[f"frozen_{u}2"]))]
+    total = strategy.loss(*views)
     total.backward()
     agree(total, g["loss_total"])
-    agree(views[0].grad, g["grad_total_z1"])
-    agree(views[1].grad, g["grad_total_z2"])
-    agree(cassle.net["predictor"][0].weight.grad, g["grad_distill_pred_0_weight"])
-
-
-def test_golden_pfr():
-    g = golden("pfr_loss")
-    views = leaves(g["f1"], g["f2"])
-    pfr = trainer("pfr", width=2)  # 16 features
-    pfr.net["predictor"] = with_stored(pfr.build_predictor(), g, "pred")
-    pfr.targets = [pfr.target(stored_net(views, (g["frozen_f1"], g["frozen_f2"])))]
-    total = pfr.loss(*views)
-    total.backward()
-    assert pfr.settings.lambda_distill == g["lam"] == 25
-    agree(total, g["loss_total"])
-    agree(views[0].grad, g["grad_total_f1"])
-    agree(views[1].grad, g["grad_total_f2"])
-    agree(pfr.net["predictor"][0].weight.grad, 25 * g["grad_distill_pred_0_weight"])
+    agree(views[0].grad, g[f"grad_total_{u}1"])
+    agree(views[1].grad, g[f"grad_total_{u}2"])
+    weight = 25 if name == "pfr" else 1
+    agree(predictor[0].weight.grad, weight * g["grad_distill_pred_0_weight"])
 
 
 def test_golden_pocon():
     g = golden("pocon_loss")
     views = leaves(g["f1"], g["f2"])
-    pocon = trainer("pocon", width=2, retrospection="linear", lambda_retrospection=25.0)
+    pocon = trainer("pocon", views, retrospection="linear", lambda_retrospection=25.0)
     with_stored(pocon.net["retrospection"], g, "cmd_r")
     adaptation = with_stored(pocon.build_adaptation(), g, "cmd_a")
     pocon.build_adaptation = lambda: adaptation
-    pocon.net["backbone"] = Stored(views, (g["old_f1"], g["old_f2"]))
-    pocon.new_backbone = lambda: pocon.net["backbone"]
     for t, part in enumerate(("adapt", "total")):
-        phases = pocon.phases(SimpleNamespace(index=t))
-        next(phases)
-        student = pocon.trained["backbone"]
-        student.outputs, student.views = (g["expert_f1"], g["expert_f2"]), views
         pocon.targets = []
-        next(phases)
-        pocon.trained["backbone"] = nn.Identity()
-        # deep copies of the views would not be recognised
+        list(pocon.phases(SimpleNamespace(index=t)))  # prepares both
         for target, outputs in zip(pocon.targets, ("expert", "old")):
             assert not any(m.training for m in target.net.modules())
-            target.net["backbone"] = Stored(views, (g[f"{outputs}_f1"], g[f"{outputs}_f2"]))
+            target.net = g[f"{outputs}_f1"], g[f"{outputs}_f2"]
         loss = pocon.loss(*views)
         agree(loss, g[f"cmd_loss_{part}"])
         for i, gradient in enumerate(torch.autograd.grad(loss, views), 1):
@@ -2358,16 +2137,12 @@ def plain_barlow(z1, z2):
     return 0.1 * ((C.diagonal() - 1).square().sum() + 0.005 * beside.square().sum())
 
 
-def plain_cosine(p, z):
-    return -(unit(p) * unit(z)).sum(1).mean()
-
-
 def cassle_step(params, velocity, loss, rate):
     """CaSSLe's LARS: clipped, no adaptation and no decay of biases and batch-norm."""
     for k, (p, g) in enumerate(zip(params, torch.autograd.grad(loss, params))):
         if p.ndim > 1:
-            norm, slope = p.detach().norm(), g.norm()
-            ratio = 0.02 * norm / (slope + 1e-4 * norm + 1e-8)
+            norm = p.detach().norm()
+            ratio = 0.02 * norm / (g.norm() + 1e-4 * norm + 1e-8)
             g = (ratio / rate).clamp(max=1) * (g + 1e-4 * p.detach())
         velocity[k] = 0.9 * velocity[k] + g
         p.data -= rate * velocity[k]
@@ -2375,8 +2150,8 @@ def cassle_step(params, velocity, loss, rate):
 
 @pytest.mark.parametrize("name", ["cassle", "pfr"])
 def test_self_supervised_distillation_trains_as_published(name, loop):
-    """Barlow Twins, from the second task on also the predictor's distance to the frozen network,
-    whose batch-norm has the batch's statistics; LARS; two epochs of warm-up, then a cosine."""
+    """Barlow Twins, then also the predictor's distance to the frozen network, whose batch-norm has
+    the batch's statistics; LARS; two epochs of warm-up, then a cosine."""
     strategy, tasks, starts, _ = loop(name, projector_width=5, first_epochs=4, epochs=4, lr=0.3,
                                       warmup_epochs=2, warmup_lr=0.003)
     net = copy.deepcopy(strategy.net)
@@ -2395,120 +2170,92 @@ def test_self_supervised_distillation_trains_as_published(name, loop):
                 f = [net["backbone"](x) for x in views]
                 z = [net["projector"](u) for u in f]
                 loss = plain_barlow(*z)
-                for x, u, v in zip(views, f, z):
-                    if task.index and name == "pfr":
-                        frozen = old["backbone"](x).detach()
-                        loss = loss + 25 / 2 * plain_cosine(predictor(u), frozen)
-                    elif task.index:
-                        frozen = old["projector"](old["backbone"](x)).detach()
+                for x, u, v in zip(views, f, z) if task.index else ():
+                    frozen = old["backbone"](x).detach()
+                    if name == "pfr":
+                        loss = loss - 25 / 2 * (unit(predictor(u)) * unit(frozen)).sum(1).mean()
+                    else:
+                        frozen = old["projector"](frozen).detach()
                         loss = loss + 1 / 2 * plain_barlow(predictor(v), frozen)
                 cassle_step(params, velocity, loss, rate)
     as_published(strategy, net["backbone"], net.state_dict())
 
 
-def lars_parameters(g):
-    return {k[5:]: nn.Parameter(v.clone()) for k, v in g.items() if k.startswith("init_")}
-
-
-def lars_agrees(optimizer, params, g, after, rates):
+@pytest.mark.parametrize("name,trust,after", [
+    ("cassle", 0.02, "after_clip"), ("nncsl", 0.001, "after")])
+def test_golden_lars(name, trust, after):
     """Four steps with the stored gradients and learning rates end where the original's did."""
+    g, cassle = golden("lars_" + name), name == "cassle"
+    params = {k[5:]: nn.Parameter(v.clone()) for k, v in g.items() if k.startswith("init_")}
+    groups = [{"params": []}, {"params": [], "plain": True}, {"params": [], "weight_decay": 0.0}]
+    for key, p in params.items():
+        kind = 2 if "classifier" in key else "bias" in key or "bn" in key
+        groups[kind]["params"].append(p)
+    rates = [g["lrs"]] * 2 if cassle else [g["lr_main"], g["lr_main"], g["lr_classifier"]]
+    optimizer = strategies.LARS(groups[:len(rates)], 1.0, g["wd"].item(), trust, clip=cassle,
+                                lr_in_velocity=not cassle)
     for i in range(4):
-        for group, lr in zip(optimizer.param_groups, rates(i)):
-            group["lr"] = lr
-        for name, p in params.items():
-            p.grad = g[f"grads_{name}"][i].clone()
+        for group, lr in zip(optimizer.param_groups, rates):
+            group["lr"] = lr[i].item()
+        for key, p in params.items():
+            p.grad = g[f"grads_{key}"][i].clone()
         optimizer.step()
-        for name, p in params.items():
-            agree(p, g[f"{after}_{name}"][i])
-
-
-@pytest.mark.parametrize("clip", [True, False])
-def test_golden_lars_cassle(clip):
-    g = golden("lars_cassle")
-    params = lars_parameters(g)
-    groups = [{"params": [p for p in params.values() if p.ndim > 1]},
-              {"params": [p for p in params.values() if p.ndim == 1], "plain": True}]
-    optimizer = strategies.LARS(groups, 1.0, g["wd"].item(), trust=0.02, clip=clip,
-                                lr_in_velocity=False)
-    lars_agrees(optimizer, params, g, "after_clip" if clip else "after_noclip",
-                lambda i: [g["lrs"][i].item()] * 2)
+        for key, p in params.items():
+            agree(p, g[f"{after}_{key}"][i])
 
 
 def test_golden_cassle_schedule():
     g = golden("ssl_schedule")
-    for i in (0, 1):
-        base, epochs, warmup, start = g["cfg"][i].tolist()
-        ours = [strategies.cassle_lr(e, base, int(epochs), int(warmup), start)
-                for e in range(int(epochs))]
-        agree(torch.tensor(ours), g[f"lr_{i}"])
+    for (base, epochs, warmup, start), expected in zip(g["cfg"].tolist(), (g["lr_0"], g["lr_1"])):
+        ours = [strategies.cassle_lr(e, base, epochs, warmup, start) for e in range(int(epochs))]
+        agree(torch.tensor(ours), expected)
 
 
 @pytest.mark.parametrize("name,dataset,uniform", [
-    ("cassle", "cifar100", True), ("pocon", "cifar100", True), ("cassle", "imagenet100", False),
-    ("nncsl", "cifar100", False)])
+    ("cassle", "cifar100", True), ("cassle", "imagenet100", False), ("nncsl", "cifar100", False)])
 def test_first_convolution(name, dataset, uniform):
-    """On CIFAR self-supervised code replaces torchvision's first layer, which then has nn.Conv2d's
-    initialisation; NNCSL's, and the supervised ones', are Kaiming's by fan-out."""
+    """On CIFAR self-supervised code gives it nn.Conv2d's initialisation; elsewhere, in NNCSL and
+    where there are labels, it is Kaiming's by fan-out."""
     weight = make(name, dataset, width=32).net["backbone"].conv1.weight
     std = 1 / 9 if uniform else math.sqrt(2 / (32 * weight.shape[2] ** 2))
     assert weight.std().item() == pytest.approx(std, rel=0.1)
     assert (weight.abs().max() < 1.8 * std) == uniform
 
 
-def test_frozen_network_is_in_train_mode_and_out_of_reach():
-    first, second, third = short_tasks(3)
-    strategy = brief("cassle")
-    strategy.learn(first)
-    assert "predictor" not in strategy.net  # fresh in the second task
-    strategy.start(strategy.visible(second))
-    teacher = strategy.targets[0].net
-    statistics = teacher["backbone"].bn1.running_mean.clone()
-    strategy.loss(*one_batch(strategy, second)).backward()
-    assert all(m.training for m in teacher.modules())
-    assert not torch.equal(statistics, teacher["backbone"].bn1.running_mean)
-    assert all(p.grad is None for p in teacher.parameters())
-    assert all(p.grad is not None for p in strategy.net.parameters())
-    predictor = strategy.net["predictor"]
-    strategy.learn(second)
-    strategy.learn(third)
-    assert strategy.net["predictor"] is predictor  # persists
+def test_predictor_begins_with_the_second_task_and_persists():
+    """From the second task on."""
+    strategy, predictors = brief("cassle"), []
+    for task in short_tasks(3):
+        strategy.learn(task)
+        predictors.append(dict(strategy.net).get("predictor"))
+    assert predictors[0] is None and predictors[1] is predictors[2] is not None
 
 
 def test_pocon_phases():
     """Expert and main network start from different draws, in later tasks the expert from a copy of
     the main network; while one learns the other rests, each with views of its own."""
-    first, second = short_tasks(2)
-    pocon, seen = make("pocon", first_expert_epochs=4, expert_epochs=3, first_epochs=1, epochs=2), []
-    backbone = pocon.net["backbone"]
-    loss = pocon.loss
+    pocon = make("pocon", first_expert_epochs=4, expert_epochs=3, first_epochs=1, epochs=2)
+    fit, loss, phases, views = pocon.fit, pocon.loss, [], []
 
-    def watched(*views):
-        if not seen:  # at seed 0, where the two once began alike
-            other = pocon.trained["backbone"]
-            assert not torch.equal(backbone.layer1[0].conv1.weight, other.layer1[0].conv1.weight)
-            assert not backbone.layer2[1].bn2.weight.any() and not other.layer2[1].bn2.weight.any()
-        seen.append(views[0])
-        return loss(*views)
+    def watched_fit(index, optimizer, scheduler, epochs, *rest):
+        nets = [pocon.net, pocon.trained, *(target.net for target in pocon.targets)]
+        states = [copy.deepcopy(net["backbone"].state_dict()) for net in nets]
+        phases.append((epochs, *states))
+        fit(index, optimizer, scheduler, epochs, *rest)
 
-    pocon.loss = watched
-    pocon.learn(first)
-    assert len(seen) == 4 + 1 and not torch.equal(seen[0], seen[4])
-    assert {m.weight for m in pocon.net["retrospection"] if isinstance(m, nn.Linear)}  # an MLP
-    task = pocon.visible(second)
-    pocon.start(task)
-    main = copy.deepcopy(backbone.state_dict())
-    phases = pocon.phases(task)
-    batches = functools.partial(pocon.batches, task, gen())
-    assert next(phases) == 3 and same_tensors(main, pocon.trained["backbone"].state_dict())
-    pocon.fit(1, *pocon.optimizer(task), 1, batches, loss)
-    assert same_tensors(main, backbone.state_dict())
-    expert = copy.deepcopy(pocon.trained["backbone"].state_dict())
-    assert not same_tensors(main, expert)
-    assert next(phases) == 2
-    pocon.fit(1, *pocon.optimizer(task), 1, batches, loss)
-    for target, state in zip(pocon.targets, (expert, main), strict=True):
-        assert same_tensors(state, target.net["backbone"].state_dict())
-    assert not same_tensors(main, backbone.state_dict())
+    pocon.fit = watched_fit
+    pocon.loss = lambda *batch: views.append(batch[0]) or loss(*batch)
+    for task in short_tasks(2):
+        pocon.learn(task)
+    assert [epochs for epochs, *_ in phases] == [4, 1, 3, 2]
+    assert not torch.equal(views[0], views[4])
+    _, main, expert = phases[0]  # at seed 0, where the two once began alike
+    assert not torch.equal(main["layer1.0.conv1.weight"], expert["layer1.0.conv1.weight"])
+    assert not main["layer2.1.bn2.weight"].any() and not expert["layer2.1.bn2.weight"].any()
+    (_, main, expert), (_, rested, _, taught, old) = phases[2:]
+    assert same_tensors(main, expert) and same_tensors(main, rested) and same_tensors(main, old)
+    assert not same_tensors(main, taught)
+    assert not same_tensors(main, pocon.net["backbone"].state_dict())
 
 
 @pytest.mark.parametrize("name", ["cassle", "pocon", "nncsl"])
@@ -2529,28 +2276,15 @@ def test_training_never_reads_a_hidden_label(name, monkeypatch):
 def test_leak_moves_batch_norm_only_where_asked_for():
     """With the leak, one more forward per step, of images gathered once, not every epoch."""
     task, = short_tasks(1)
-    read, forwards = [], []
-    images_of = task.dataset.train_images
+    read, images_of = [], task.dataset.train_images
     task.dataset.train_images = lambda c: read.append(c) or images_of(c)
     for leak in (False, True):
         strategy = brief("cassle", bn_leak=leak)
         strategy.start(task)
         one_batch(strategy, task)
-        batch = one_batch(strategy, task)
+        strategy.loss(*one_batch(strategy, task))
         assert sorted(read) == (list(range(task.dataset.num_classes)) if leak else [])
-        strategy.loss(*batch)
-        forwards.append(strategy.net["backbone"].bn1.num_batches_tracked.item())
-    assert forwards == [2, 3]
-
-
-def test_batches_are_never_empty():
-    """A task smaller than a batch is one batch."""
-    task, = short_tasks(1, per_class=3)
-    for name in ("cassle", "nncsl"):
-        strategy = brief(name)
-        strategy.start(task)
-        assert len(one_batch(strategy, task)[0]) == len(task)
-        strategy.learn(task)
+        assert strategy.net["backbone"].bn1.num_batches_tracked == 2 + leak
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2567,11 +2301,6 @@ def test_golden_nncsl(case):
     z, support, logits = leaves(g["z_views"], g["z_support"], g["logits_support"])
     parts = [s.unflatten(0, (6, K))[:, order]
              for s in (support, g["old_z_support"], logits, labels)]
-    p = strategies.soft_neighbours(z, parts[0][:, -current:])
-    agree(p, g["snn_anchor"])
-    agree(strategies.sharpen(p), g["anchor_sharp"])
-    agree(strategies.paws_loss(p), g["loss_paws"])
-    agree(strategies.memax_loss(p), g["loss_memax"])
     seen = int(labels.max()) + 1
     loss = strategies.nncsl_loss(z, parts[0], parts[2].flatten(0, 1)[:, :seen], parts[3].flatten(),
                                  current, g["old_z_views"], parts[1])
@@ -2582,50 +2311,29 @@ def test_golden_nncsl(case):
     agree(logits.grad, g["grad_logits_support"])
 
 
-def test_golden_lars_nncsl():
-    g = golden("lars_nncsl")
-    params = lars_parameters(g)
-    scaled, plain, classifier = [], [], []
-    for name, p in params.items():
-        if name.startswith("classifier"):
-            classifier.append(p)
-        else:
-            (plain if "bias" in name or "bn" in name else scaled).append(p)
-    groups = [{"params": scaled}, {"params": plain, "plain": True},
-              {"params": classifier, "weight_decay": 0.0}]
-    optimizer = strategies.LARS(groups, 1.0, g["wd"].item(), trust=0.001, clip=False,
-                                lr_in_velocity=True)
-    lars_agrees(optimizer, params, g, "after",
-                lambda i: [*[g["lr_main"][i].item()] * 2, g["lr_classifier"][i].item()])
-
-
 def test_golden_nncsl_schedule():
     g = golden("ssl_schedule")
-    start, peak, final, head, warmup, epochs, per_epoch = g["nncsl_cfg"].tolist()
-    main = torch.tensor([
-        strategies.nncsl_lr(s, peak, epochs * per_epoch, warmup * per_epoch, start, final)
-        for s in range(len(g["nncsl_lr_main"]))])
-    agree(main, g["nncsl_lr_main"])
-    agree(main * head / peak, g["nncsl_lr_classifier"])
+    start, peak, final, _, warmup, epochs, per_epoch = g["nncsl_cfg"].tolist()
+    ours = [strategies.nncsl_lr(s, peak, epochs * per_epoch, warmup * per_epoch, start, final)
+            for s in range(len(g["nncsl_lr_main"]))]
+    agree(torch.tensor(ours), g["nncsl_lr_main"])
 
 
-@pytest.mark.parametrize("size", [0, 7, 500])
+@pytest.mark.parametrize("size", [0, 7])
 def test_nncsl_buffer(size):
     """Never more than its size, balanced to one, labelled images only; with none, no old label
     reaches a step."""
-    strategy, known = brief("nncsl", buffer_size=size, label_fraction=0.5), {}
+    strategy, known = brief("nncsl", buffer_size=size, label_fraction=0.5), []
     *tasks, last = short_tasks(3)
     for task in tasks:
         index, labels = task.labelled(0.5, 0)
-        for image, label in zip(task.images[index], labels.tolist()):
-            known.setdefault(label, []).append(image)
+        known += zip(task.images[index], labels.tolist())
         strategy.learn(task)
         images, kept = strategy.memory["images"], strategy.memory["labels"]
         counts = kept.bincount(minlength=task.classes.stop)
-        assert len(images) == len(kept) == min(size, sum(map(len, known.values())))
-        assert counts.max() - counts.min() <= 1
+        assert len(images) == len(kept) == size and counts.max() - counts.min() <= 1
         for image, label in zip(images, kept.tolist()):
-            assert any(torch.equal(image, other) for other in known[label])
+            assert any(label == c and torch.equal(image, other) for other, c in known)
     strategy.start(strategy.visible(last))
     *_, s1, s2, y = one_batch(strategy, last)
     expected = sorted({*last.classes, *kept.tolist()})
@@ -2633,57 +2341,41 @@ def test_nncsl_buffer(size):
 
 
 def test_nncsl_support(monkeypatch):
-    """Three images of each class, distinct where there are enough labels, in two views and no more;
-    their indices reach the device by data.to_device alone, pinned and asynchronous on CUDA."""
+    """Three images of each class, distinct where there are enough labels, in two views; their
+    indices reach the device by data.to_device alone, pinned and asynchronous on CUDA."""
     task, = short_tasks(1)
-    strategy = brief("nncsl", label_fraction=0.5)
+    strategy, moved = brief("nncsl", label_fraction=0.5), []
     strategy.start(task)
-    seen, moved, multi_crop = [], [], task.multi_crop
-
-    def watched_crop(images, generator=None, small=True):
-        seen.append((images, small))
-        return multi_crop(images, generator, small)
-
-    monkeypatch.setattr(task.dataset, "multi_crop", watched_crop)
     monkeypatch.setattr(strategies, "to_device", overheard(data.to_device, moved))
-    batch = one_batch(strategy, task)
-    assert len(batch) == 7 and [len(plan) for plan in moved] == [len(batch[-1])]
-    support, small = seen[-1]
-    support = support.unflatten(0, (3, -1))
-    assert all(len(support[:, c].flatten(1).unique(dim=0)) == 3 for c in range(support.shape[1]))
-    assert not small and seen[0][1]
+    *views, y = one_batch(strategy, task)
+    support, = moved
+    assert len(views) == 6 and torch.equal(strategy.labelled_images(task)[1][support], y)
+    assert len(support) == len(support.unique()) == 15
 
 
 def test_nncsl_head_has_rows_for_all_classes_from_the_start(monkeypatch):
     """Drawn as nn.Linear draws them, weight and bias; only classes seen are trained, predicted."""
-    first, second = short_tasks(2)
     strategy, seen, loss = brief("nncsl"), [], strategies.nncsl_loss
-    strategy.start(strategy.visible(first))
-    head, classes = strategy.net["head"], first.dataset.num_classes
-    assert head.weight.shape == (classes, strategy.dim) and head.bias.shape == (classes,)
-    bound = 1 / math.sqrt(strategy.dim)
-    for values in (head.weight, head.bias):
-        assert 0.8 * bound < values.abs().max() <= bound and values.min() < 0 < values.max()
     monkeypatch.setattr(strategies, "nncsl_loss",
                         lambda *args: seen.append(args[2].shape[1]) or loss(*args))
-    strategy.learn(first)
-    strategy.learn(second)
-    assert (seen[0], seen[-1]) == (first.classes.stop, second.classes.stop)
-    favourite = head.weight[classes - 1:].detach()
-    assert strategy.classify(100 * favourite) < second.classes.stop
+    first, second = short_tasks(2)
+    strategy.start(strategy.visible(first))
+    head, bound = strategy.net["head"], 1 / math.sqrt(strategy.dim)
+    assert len(head.weight) == len(head.bias) == first.dataset.num_classes
+    for values in (head.weight, head.bias):
+        assert 0.8 * bound < values.abs().max() <= bound and values.min() < 0 < values.max()
+    for task in (first, second):
+        strategy.learn(task)
+        assert seen[-1] == task.classes.stop
+    assert strategy.classify(100 * head.weight[-1:].detach()) < second.classes.stop
 
 
-def test_nncsl_groups_its_parameters_by_name():
-    strategy = brief("nncsl")
-    task = FixedTask(0, range(5))
+def test_nncsl_scales_the_weight_of_a_shortcuts_batch_norm():
+    strategy, task = brief("nncsl"), FixedTask(0, range(5))
     strategy.start(task)
-    optimizer, _ = strategy.optimizer(task)
-    names = {id(p): name for name, p in strategy.net.named_parameters()}
-    groups = [{names[id(p)] for p in group["params"]} for group in optimizer.param_groups]
-    assert "backbone.layer2.0.downsample.1.weight" in groups[0]
-    assert {"backbone.layer2.0.downsample.1.bias", "projector.1.weight"} <= groups[1]
-    assert groups[2] == {"head.weight", "head.bias"}
-    assert sum(map(len, groups)) == len(names)
+    scaled, plain, _ = (set(group["params"]) for group in strategy.optimizer(task)[0].param_groups)
+    norm = strategy.net["backbone"].layer2[0].downsample[1]
+    assert norm.weight in scaled and norm.bias in plain
 
 
 class PlainNncsl(strategies.Nncsl):
@@ -2704,31 +2396,27 @@ class PlainNncsl(strategies.Nncsl):
         return task.images[:1], task.labels[:1]
 
 
-def nncsl_rate(step, per_epoch):
-    """One epoch of warm-up from 0.08 to 0.6, then two of a cosine to 0.032."""
-    if step < per_epoch:
-        return 0.08 + (0.6 - 0.08) * step / per_epoch
-    done = min(1, (step - per_epoch) / (2 * per_epoch))
-    return 0.032 + (0.6 - 0.032) / 2 * (1 + math.cos(math.pi * done))
+def nncsl_rate(step):
+    """From 0.08 to 0.6 in an epoch of two whole batches, then to 0.032 by a cosine of two."""
+    if step < 2:
+        return 0.08 + (0.6 - 0.08) * step / 2
+    return 0.032 + (0.6 - 0.032) / 2 * (1 + math.cos(math.pi * min(1, (step - 2) / 4)))
 
 
-def nncsl_step(params, velocity, grads, rate):
-    """One step of NNCSL's LARS on {name: parameter}, with the velocities beside it."""
-    for (name, p), g in zip(params.items(), grads):
+def nncsl_step(params, velocity, loss, rate):
+    """NNCSL's LARS: the rate inside the velocity; the head not decayed, at a tenth of the rate."""
+    for (name, p), g in zip(params.items(), torch.autograd.grad(loss, list(params.values()))):
         head = name.startswith("head")
         decay = 0 if head else 1e-2
-        direction = g
         if head or p.ndim > 1:
-            p_norm, g_norm = p.detach().square().sum().sqrt(), g.square().sum().sqrt()
-            trust = 0.001 * p_norm / (g_norm + decay * p_norm + 1e-8)
-            direction = trust * (g + decay * p.detach())
-        velocity[name] = 0.9 * velocity[name] + rate * (0.1 if head else 1) * direction
+            norm = p.detach().norm()
+            g = 0.001 * norm / (g.norm() + decay * norm + 1e-8) * (g + decay * p.detach())
+        velocity[name] = 0.9 * velocity[name] + rate * (0.1 if head else 1) * g
         p.data -= velocity[name]
 
 
 def test_nncsl_optimises_as_published(loop, monkeypatch):
-    """Layer-wise rates without clipping, the rate inside the velocity, which outlives the task;
-    warm-up and cosine by steps, anew each task; biases and batch-norm plain, the head undecayed."""
+    """Velocities outlive the task; warm-up and cosine by steps, anew each task."""
     monkeypatch.setitem(strategies.STRATEGIES, "plain", PlainNncsl)
     strategy, tasks, starts, _ = loop("plain", first_epochs=3, epochs=3, warmup_epochs=1,
                                       buffer_size=0, weight_decay=1e-2, lr=0.6)
@@ -2738,13 +2426,11 @@ def test_nncsl_optimises_as_published(loop, monkeypatch):
     velocity = {name: torch.zeros_like(p) for name, p in params.items()}
     for task in tasks:
         net.train(task.index == 0)
-        for epoch in range(3):
-            for k, (x, y) in enumerate(task.epoch()):
-                feats = net["backbone"](x)
-                value = (mean_cross_entropy(net["head"](feats), y)
-                         + net["projector"](feats).square().mean())
-                grads = torch.autograd.grad(value, list(params.values()))
-                nncsl_step(params, velocity, grads, nncsl_rate(epoch * 3 + k, len(task) // 8))
+        for step, (x, y) in enumerate([*task.epoch()] * 3):
+            feats = net["backbone"](x)
+            loss = mean_cross_entropy(net["head"](feats), y)
+            loss = loss + net["projector"](feats).square().mean()
+            nncsl_step(params, velocity, loss, nncsl_rate(step))
         if task.index == 0:
             order = torch.randperm(21, generator=gen()).repeat(48)
             for index in order[:1000].split(100):
@@ -2772,8 +2458,8 @@ def fake_to(module, device, **_):
 
 @pytest.fixture
 def fake_cuda(monkeypatch):
-    """Inside, tensors on "cuda" have shapes and devices but no data; backward passes, which need a
-    device, do nothing."""
+    """Tensors on "cuda" have shapes but no data; backward passes, which need a device, do nothing.
+    """
     skip_where_cuda_cannot_be_faked()
     monkeypatch.setattr(nn.Module, "to", fake_to)
     # copies stay in the mode
@@ -2784,7 +2470,7 @@ def fake_cuda(monkeypatch):
         yield
 
 
-class CudaTask:
+class CudaTask(FixedTask):
     """As much of a task as an optimiser and a compensator look at, on fake CUDA."""
 
     dataset = SimpleNamespace(num_classes=10)
@@ -2793,12 +2479,6 @@ class CudaTask:
     def __init__(self, index=0, classes=range(5)):
         self.index, self.classes = index, classes
         self.images = self.clean_images = torch.rand(40, 3, 2, 2, device="cuda")
-
-    def __len__(self):
-        return len(self.images)
-
-    def __getitem__(self, index):
-        return self.images[index]
 
     def clean(self, images, generator=None):
         return images
@@ -2812,17 +2492,17 @@ def batch_for(strategy, classes):
         return torch.rand(n, 3, side, side, device="cuda")
 
     labels = torch.arange(classes.start, classes.stop, device="cuda")
+    views = image(8), image(8)
     if isinstance(strategy, strategies.BarlowTwins):
-        return image(8), image(8)
-    if isinstance(strategy, strategies.Nncsl):
-        support = image(15), image(15), labels.repeat(3)  # 3 images of 5 classes
-        return image(8), image(8), image(8, 9), image(8, 9), *support
+        return views
+    if isinstance(strategy, strategies.Nncsl):  # 3 images of 5 classes
+        return *views, image(8, 9), image(8, 9), image(15), image(15), labels.repeat(3)
     return image(5), labels
 
 
-@pytest.mark.parametrize("name", list(strategies.STRATEGIES))
+@every_strategy
 def test_training_step_stays_on_one_device(name, fake_cuda):
-    """The second task has a memory; fake tensors also raise where a value is read on the host."""
+    """Fake tensors also raise where a value is read on the host."""
     strategy = make(name, device="cuda")
     cuda = functools.partial(torch.rand, device="cuda")
     tasks = CudaTask(), CudaTask(1, range(5, 10))
@@ -2844,33 +2524,27 @@ def test_training_step_stays_on_one_device(name, fake_cuda):
 
 def test_features_are_float32_whatever_the_training_precision():
     """Autocast rounds the convolutions of training, not their mean; snapshots are not rounded."""
-    strategy, plain = make("lwf", amp=True), make("lwf")
-    images = torch.randn(8, 3, 16, 16)
+    strategy, plain, images = make("lwf", amp=True), make("lwf"), torch.randn(8, 3, 16, 16)
     with torch.no_grad():
         trained, exact = strategy.embed(images), plain.embed(images)
-    assert trained.dtype == exact.dtype == torch.float32
+    assert trained.dtype == torch.float32 and not torch.equal(trained, trained.bfloat16().float())
     assert 0 < (trained - exact).abs().max() < 0.05 * exact.abs().max()
-    assert not torch.equal(trained, trained.bfloat16().float())  # averaged in float32
     strategy.net.load_state_dict(plain.net.state_dict())
     assert torch.equal(strategy.snapshot()(images), plain.snapshot()(images))
 
 
-@pytest.mark.parametrize("name", [n for n in run.COMPENSATORS
-                                  if "old images" not in run.needed([n])])
+@pytest.mark.parametrize("name", FREE)
 def test_compensators_stay_on_one_device(name, fake_cuda):
     options = {**run.preset_options("lwf", "demo", "smoke"), "ldc_epochs": 1}
     cuda = functools.partial(torch.rand, device="cuda")
-    W = cuda(12, 6)
-    old, new = (lambda x: x.flatten(1) @ W), (lambda x: x.flatten(1) @ W.cos())
-    drift = run.Drift(cuda(40, 6), cuda(40, 6), SimpleNamespace(**options), 0, old, new,
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 6, device="cuda"))
+    drift = run.Drift(cuda(40, 6), cuda(40, 6), SimpleNamespace(**options), 0, model, model,
                       CudaTask(), phi=cuda(40, 5))
     width = 11 if "anchor" in run.needed([name]) else 6
     moved = run.COMPENSATORS[name](cuda(3, width), drift)
     assert moved.shape == (3, width) and moved.device.type == "cuda"
     assert ldc.ncm(cuda(5, 6), moved[:, -6:]).device.type == "cuda"
     assert beyond.lda(cuda(5, 6), moved[:, -6:], cuda(6, 6).double()).device.type == "cuda"
-    with pytest.raises(Exception, match="device"):
-        run.COMPENSATORS["ldc-ridge"](torch.rand(3, 6), drift)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -3632,7 +3306,8 @@ def test_listed_commands_parse_never_collide_and_fill_every_cell(scale):
     runs = listed(scale, "copied")
     folders = [(a.scale, a.dataset, a.strategy, a.tag, *a.seed) for a in runs]
     assert len(set(folders)) == len(folders) and {a.scale for a in runs} == {scale}
-    for name, (_, _, cells, _) in report.TABLES.items():
+    assert all(a.generated == (scale == "smoke" or None) for a in runs)
+    for _, _, cells, _ in report.TABLES.values():
         for _, _, words, _ in cells:
             place = words["dataset"], words["strategy"]
             found = [a for a in runs if (a.dataset, a.strategy) == place]
@@ -3640,12 +3315,8 @@ def test_listed_commands_parse_never_collide_and_fill_every_cell(scale):
                 found = [a for a in found if f"{a.settings['label_fraction']:g}" == words["labels"]]
             if words["buffer"]:
                 found = [a for a in found if str(a.settings["buffer_size"]) == words["buffer"]]
-            assert found, (name, words)
-            if words["row"] == "head":
-                assert hasattr(strategies.STRATEGIES[words["strategy"]], "classify"), words
-            else:
-                assert words["row"] in found[0].compensators, words
-            assert all(a.generated == (scale == "smoke" or None) for a in found)
+            rows = [*found[0].compensators, "head"] if found else []
+            assert words["row"] in rows, words
     for name, rows in (("lwf", {f"nme-{m}" for m in run.MEMORY}), ("cassle", {"ldc"}),
                        ("joint", set()), ("joint-ssl", set())):
         found = [a for a in runs if a.strategy == name]  # the figures
@@ -3653,12 +3324,11 @@ def test_listed_commands_parse_never_collide_and_fill_every_cell(scale):
 
 
 def test_run_all_runs_what_is_asked_for():
-    assert len(listed("table1")) == 60 and len(listed("table1", "copied")) == 75
-    assert len(listed("smoke", "table1")) == 15 and not listed("fig-toy")
+    for words, count in (("table1", 60), ("smoke table1", 15), ("fig-nme", 15)):
+        assert len(listed(*words.split())) == count
     assert len(listed("table1", "fig-nme", "fig-kde")) == 60  # shared backbones once
     leaks = [a for a in listed("table3", SEEDS="7") if a.settings.get("bn_leak")]
-    assert [(a.strategy, a.tag, a.seed) for a in leaks] == [
-        ("pfr", "leak", [7]), ("cassle", "leak", [7])]
+    assert [(a.strategy, *a.seed) for a in leaks] == [("pfr", 7), ("cassle", 7)]
     first, *_ = listed("table2", WEIGHTS="my w.npz", OUT="a b", DATA="it's", LDC_FLAGS="--ridge 7")
     assert (first.settings["weights"], first.options["ridge"]) == ("my w.npz", 7)
     assert (first.out_dir, first.data_dir) == ("a b", "it's")
@@ -3687,8 +3357,7 @@ def test_run_all_goes_on_after_a_failure_and_names_it(tmp_path, fake_python):
     *runs, last = asked()
     assert last == ["report.py", out, "--scale", "paper", "--only", "table1"]
     assert len(runs) == 12 and all(words[words.index("--out-dir") + 1] == out for words in runs)
-    done = run_all("fig-toy", PYTHON=python, OUT=out)  # needs no run
-    assert done.returncode == 0 and len(asked()) == 14
+    assert run_all("fig-toy", PYTHON=python).returncode == 0 and len(asked()) == 14  # no run
 
 
 def test_ctrl_c_stops_run_all(tmp_path, fake_python):
@@ -3710,15 +3379,13 @@ def test_ctrl_c_stops_run_all(tmp_path, fake_python):
     assert run_all("table1", PYTHON=python).returncode == 130
 
 
-def test_log_counts_and_tells(tmp_path, monkeypatch, capsys):
-    """A line of log.jsonl per epoch, the seconds of each phase with the device's own work; where no
-    terminal watches, at most one line a minute."""
+def test_log_counts_and_tells(monkeypatch, capsys):
+    """Seconds of a phase with the device's own work; without a terminal a line a minute at most."""
     clock = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: clock.__setitem__(0, clock[0] + 7))
     log = run.Log()
-    log.path, log.tasks = tmp_path / "log.jsonl", 2
     for t in range(2):
         with log.phase("train"):
             began = clock[0]
@@ -3728,21 +3395,17 @@ def test_log_counts_and_tells(tmp_path, monkeypatch, capsys):
     shown = capsys.readouterr().err.splitlines()
     assert len(shown) == 3 and "task 2" in shown[1] and "0:01:20" in shown[1]  # time left
     assert log.seconds == {"train": 2 * (3 * 40 + 7)}
-    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert [(line["task"], line["epoch"], line["loss"]) for line in lines] == [
-        (t, epoch, 2.0) for t in (1, 2) for epoch in (1, 2, 3)]
 
 
 def test_generated_images_stand_in_and_are_never_taken_for_real_ones(tmp_path, capsys):
     flags = ["--scale", "smoke", "--tasks", "2", "--limit", "4", "--compensators", "none", "ldc",
              "--device", "cpu", "--out-dir", str(tmp_path), "--dataset", "imagenet100"]
-    folder = tmp_path / "smoke" / "imagenet100" / "lwf" / "seed0"
     assert run.main([*flags, "--generated"]) == 0
     assert "generated images, limit 4, tasks 2: accuracy" in capsys.readouterr().out
     assert run.main([*flags, "--data-dir", str(tmp_path)]) == 2
     Image.new("RGB", (40, 30), "red").save(tmp_path / "photo.png")
-    flags = ["--predict", str(tmp_path / "photo.png"), "--run", str(folder), "--device", "cpu"]
-    assert run.main(flags) == 0
+    assert run.main(["--predict", str(tmp_path / "photo.png"), "--device", "cpu", "--run",
+                     str(tmp_path / "smoke" / "imagenet100" / "lwf" / "seed0")]) == 0
 
 
 # --------------------------------------------------------------------------------------------------
@@ -3751,17 +3414,17 @@ def test_generated_images_stand_in_and_are_never_taken_for_real_ones(tmp_path, c
 
 def fake_run(root, name="lwf", seed=0, rows=None, dataset="cifar100", labels="1", scale="paper",
              tasks=10, **more):
-    """A result.json in which each row falls by one point per task to its given A_last."""
+    """A result.json in which each row but the oracle falls by a point per task to its A_last."""
     lines = {}
     for row, last in rows.items():
         lines[row] = {
             "A_last": last, "A_inc": last + 10, "forgetting": last / 2,
-            "accuracy": [last + tasks - 1 - t for t in range(tasks)],
-            "first_tasks": {"2": [last + t for t in range(tasks)],
-                            "3": [last - t for t in range(tasks)]},
-            "oracle_distance": [[last / 1000] * 2 * t + [0.9] * 2 for t in range(tasks)]}
+            "accuracy": [last + (row != "oracle") * (tasks - t) for t in range(1, tasks + 1)],
+            "first_tasks": {k: [last + s * t for t in range(tasks)] for k, s in zip("23", (1, -1))},
+            "oracle_distance": [[(last + c) / 1000 for c in range(2 * t)] + [0.9] * 2
+                                for t in range(tasks)]}
     result = {
-        "dataset": dataset, "strategy": name.split("-")[0], "scale": scale, "seed": seed,
+        "dataset": dataset, "strategy": name, "scale": scale, "seed": seed,
         "tasks": tasks, "tasks_done": tasks, "task_sizes": [2] * tasks, "finished": True,
         "settings": {"width": 16, "epochs": 8}, "changed": {}, "rows": {labels: lines},
         "seconds": {"step": 3600.0}, **more}
@@ -3773,22 +3436,28 @@ def fake_run(root, name="lwf", seed=0, rows=None, dataset="cifar100", labels="1"
 
 @pytest.fixture
 def fakes(tmp_path):
-    for seed, last in enumerate((45.0, 46.0, 50.0)):
-        rows = {"none": 40.0 + seed, "sdc": 41.0, "ldc": last, "nme-20": 44.0,
-                "oracle": 60.0 + seed, "oracle+lda": 61.0}
-        fake_run(tmp_path, seed=seed, rows={**rows, "mine": 43.0} if seed else rows)
+    for seed, last in enumerate((30.0, 34.0)):
+        rows = {"none": 20.0, "sdc": 0.0, "ldc": last, "ldc-ridge": 36.0, "ldc-anchor": 40.0,
+                "nme-5": 42.0, "nme-20": 44.0, "oracle": 60.0, "oracle+lda": 61.0}
+        fake_run(tmp_path, seed=seed, rows={**rows, "mine": 50.0} if seed else rows, tasks=4)
     fake_run(tmp_path, seed=3, rows={"none": 99.0}, finished=False, tasks_done=3)
-    fake_run(tmp_path, "five", rows={"ldc": 98.0}, strategy="lwf", changed={"tasks": 5})
-    fake_run(tmp_path, "pass", rows={"head": 38.0})
-    fake_run(tmp_path, "pass-few", rows={"head": 15.0}, labels="0.05",
-             changed={"label_fraction": 0.05})
+    fake_run(tmp_path, "joint", rows={"none": 65.0, "oracle": 70.0}, tasks=4)
+    fake_run(tmp_path, "cassle", rows={"ldc": 31.0}, labels="0.25", tasks=4)
+    fake_run(tmp_path, "ssl", rows={"oracle": 71.0}, strategy="joint-ssl", tasks=4)
+    fake_run(tmp_path, rows={"nme-5": 43.0}, dataset="tinyimagenet")
+    fake_run(tmp_path, rows={"nme-5": 9.0}, dataset="imagenet100", changed={"tasks": 5})
     fake_run(tmp_path, "nncsl", rows={"head": 30.0}, labels="0.05", settings={"buffer_size": 500})
     for seed, text in enumerate(('{"dataset": "cifar', "[1, 2]", '{"rows": [1]}')):
         fake_run(tmp_path, "efc", seed, rows={})
         (tmp_path / f"paper/cifar100/efc/seed{seed}/result.json").write_text(text)
     rows = {"none": 40.0, "mine": 43.0, "oracle": 40.4}
-    fake_run(tmp_path, "newcomer", rows=rows, dataset="birds")
+    fake_run(tmp_path, "newcomer", rows=rows, dataset="my_birds")
     return tmp_path
+
+
+SPREAD = 2.8284  # of 30 and 34
+LWF = "cifar100 lwf, paper scale"
+BIRDS = "my_birds newcomer, paper scale"
 
 
 def table_of(text, caption):
@@ -3809,74 +3478,89 @@ def report_of(folder, *only):
 
 def test_paper_values_add_up_to_those_of_the_paper():
     """For each table of paper.tex: how many values and deviations it has, and their sums."""
-    expected = {"table1": (42, 1908.9, 42, 49.4), "table2": (15, 1030.6, 0, 0),
-                "table3": (38, 916.9, 35, 14.59), "table4": (38, 994.08, 35, 9.36),
-                "table5": (8, 308.8, 8, 11.5), "table6": (5, 157.95, 5, 0.3)}
-    found = {}
-    for name, (_, _, cells, _) in report.TABLES.items():
+    found = []
+    for _, _, cells, _ in report.TABLES.values():
         values, _, deviations = zip(*(cell[-1].partition("±") for cell in cells))
-        deviations = [float(text) for text in deviations if text]
-        found[name] = pytest.approx(
-            (len(values), sum(map(float, values)), len(deviations), sum(deviations)))
-    assert found == expected
+        for column in (values, deviations):
+            numbers = [float(text) for text in column if text]
+            found.append(pytest.approx((len(numbers), sum(numbers))))
+    assert found == [(42, 1908.9), (42, 49.4), (15, 1030.6), (0, 0), (38, 916.9), (35, 14.59),
+                     (38, 994.08), (35, 9.36), (8, 308.8), (8, 11.5), (5, 157.95), (5, 0.3)]
 
 
 def test_the_papers_tables_say_ours_the_papers_and_what_is_missing(fakes, capsys):
     text = report_of(fakes)
     one = table_of(text, "Table 1")
-    assert one["LwF+LDC, paper"] == ["45.4 ± 2.8", "59.5 ± 3.9"]
-    assert one["LwF+LDC, ours, paper scale"] == ["47.0 ± 2.6 (3)", "57.0 ± 2.6 (3)"]
-    assert "imagenet100 A_inc, FeTrIL, FeCAM, EFC.\n\nLwF+NCM is our row none." in text
+    assert one["LwF+LDC, paper"][:2] == ["45.4 ± 2.8", "59.5 ± 3.9"]
+    assert one["LwF+LDC, ours, paper scale"][:2] == ["32.0 ± 2.8 (2)", "42.0 ± 2.8 (2)"]
+    assert "imagenet100 A_inc, PASS, FeTrIL, FeCAM, EFC.\n\nLwF+NCM is our row none." in text
     three = table_of(text, "Table 3")
-    assert three["NNCSL (500), ours, paper scale"] == ["30.0 (1)", ""]
-    assert three["PASS, ours, paper scale"] == ["15.0 (1)", ""]
-    assert three["LwF+NCM, ours, paper scale"] == ["", "41.0 ± 1.0 (3)"]
-    assert text.count(".** Not run.") == 3
-    assert "in its tables: cifar100 lwf, paper scale, tasks 5.\n" in text
-    assert re.findall(r"efc/seed(\d)/result.json is no result", capsys.readouterr().err) == [
-        "0", "1", "2"]
+    assert three["NNCSL (500), ours, paper scale"] == ["30.0 (1)", "", ""]
+    assert three["CaSSLe+LDC, ours, paper scale"] == ["", "31.0 (1)", ""]
+    assert text.count(".** Not run.") == 2
+    assert "in its tables: imagenet100 lwf, paper scale, tasks 5.\n" in text
+    assert capsys.readouterr().err.count("/result.json is no result of ldc.py") == 3
+    assert "99.0" not in text  # of the unfinished run
 
 
 def test_all_rows_the_share_of_the_gap_and_what_was_run(fakes):
-    text = report_of(fakes)
-    rows = table_of(text, "All rows")
-    lwf = "cifar100 lwf, paper scale (3)"
-    birds = "birds newcomer, paper scale (1)"
-    assert list(rows) == [
-        "", lwf, "cifar100 lwf, paper scale, tasks 5 (1)", "cifar100 pass, paper scale (1)",
-        "cifar100 pass, paper scale, 5 % of the labels (1)",
-        "cifar100 nncsl, paper scale, 5 % of the labels, buffer 500 (1)", birds]
-    assert rows[""] == ["head", "none", "sdc", "ldc", "nme-20", "oracle", "oracle+lda", "mine"]
-    assert rows[lwf] == ["", "41.0 ± 1.0", "41.0 ± 0.0", "47.0 ± 2.6", "44.0 ± 0.0", "61.0 ± 1.0",
-                         "61.0 ± 0.0", "43.0 ± 0.0 (2)"]
-    # of a gap of 20 SDC closes 1, 0, -1, LDC 5, 5, 8, mine 2, 1
+    text = report_of(fakes, "table2")
+    rows = table_of(text, "All rows, A_last")
+    assert list(rows)[:4] == [
+        "", f"{LWF} (2)", "cifar100 cassle, paper scale, 25 % of the labels (1)",
+        "cifar100 nncsl, paper scale, 5 % of the labels, buffer 500 (1)"]
+    assert rows[""] == ["head", *"none sdc ldc ldc-ridge ldc-anchor nme-5 nme-20 oracle".split(),
+                        "oracle+lda", "mine"]
+    assert rows[f"{LWF} (2)"][2:4] == ["0.0 ± 0.0", "32.0 ± 2.8"]
+    assert rows[f"{LWF} (2)"][-1] == "50.0 (1)"
+    assert table_of(text, "All rows, A_inc")[f"{BIRDS} (1)"][1] == "50.0"
     assert table_of(text, "Share of the gap") == {
-        "": ["sdc", "ldc", "mine"], lwf: ["0 ± 5", "30 ± 9", "8 ± 4"], birds: ["", "", "no gap"]}
+        "": ["sdc", "ldc", "ldc-ridge", "ldc-anchor", "mine"],
+        f"{LWF} (2)": ["-50 ± 0", "30 ± 7", "40 ± 0", "50 ± 0", "75"],
+        f"{BIRDS} (1)": ["", "", "", "", "no gap"]}
     ran = table_of(text, "What was run")
-    assert ran["cifar100/lwf, paper scale"] == ["0 1 2", "?", "60"]
-    assert ran["cifar100/lwf, paper scale, 3 of 10 tasks"][0] == "3" and "99.0" not in text
+    assert ran["cifar100/lwf, paper scale"] == ["0 1", "?", "60"]
+    assert ran["cifar100/lwf, paper scale, 3 of 10 tasks"][0] == "3"
+
+
+def test_two_folders_are_read_and_the_first_is_written(fakes, tmp_path_factory, capsys):
+    first = tmp_path_factory.mktemp("first")
+    fake_run(first, "pfr", rows={"ldc": 33.0}, labels="0.25")
+    before = sorted(fakes.rglob("*"))
+    assert report.main([str(first), str(fakes), "--latex"]) == 0
+    tables = dict(re.findall(r"% (.*)\n(\\begin.*\n(?:.*\n)*?\\end.*)", capsys.readouterr().out))
+    four = tables["cifar100, 4 tasks"]
+    assert LWF + r" & ldc & 32.0 $\pm$ 2.8 & 42.0 $\pm$ 2.8 & 16.0 $\pm$ 1.4 \\" in four
+    assert [four.count("\\" + rule) for rule in ("toprule", "midrule", "bottomrule")] == [1, 4, 1]
+    assert "& mine &" in four and "nme" not in four and r"25 \% of" in four
+    assert "& ldc & 33.0 & 43.0 & 16.5" in tables["cifar100, 10 tasks"]
+    assert "99.0" not in str(tables) and r"my\_birds" in tables["my_birds, 10 tasks"]
+    assert not list(first.glob("*.md"))
+    assert report.main([str(first), str(fakes), "--only", "table3", "fig-nme"]) == 0
+    three = table_of((first / "README.md").read_text(encoding="utf-8"), "Table 3")
+    assert {"PFR+LDC, ours, paper scale", "CaSSLe+LDC, ours, paper scale"} <= three.keys()
+    assert points_of(first, "fig-nme") and sorted(fakes.rglob("*")) == before
 
 
 def test_the_smoke_test_stands_beside_no_values_of_the_paper(tmp_path):
     fake_run(tmp_path, "finetune", rows={"ldc": 60.0}, dataset="cars", scale="smoke")
     text = report_of(tmp_path, "table2", "fig-nme")
     assert "**fig-nme.** Not run." in text
-    assert table_of(text, "Table 2") == {
-        "": ["t1", "t3", "t5", "t7", "t10"],
-        "FT+LDC, ours, smoke scale, width 16, 8 epochs": [
-            "69.0 (1)", "67.0 (1)", "65.0 (1)", "63.0 (1)", "60.0 (1)"]}
+    header, ours = table_of(text, "Table 2").values()
+    assert header == ["t1", "t3", "t5", "t7", "t10"]
+    assert ours == [f"{accuracy}.0 (1)" for accuracy in (69, 67, 65, 63, 60)]
 
 
 PROTOCOLS = [  # what a run changes, what else it is, its label, whether it is the paper's protocol
-    ({}, {}, "paper scale", True),
     ({"label_fraction": 0.05, "buffer_size": 0}, {}, "paper scale", True),
+    ({}, {"dataset": "demo"}, "paper scale", False),
     ({"bn_leak": True}, {}, "paper scale, bn leak", True),
+    ({"retrospection": "linear", "epochs": 5}, {},
+     "paper scale, width 16, 20 + 5 epochs, retrospection linear", True),
     ({"weights": "w.npz"}, {"dataset": "cars"}, "paper scale, weights w.npz", True),
     ({"weights": "none"}, {"dataset": "cars"}, "paper scale, weights none", False),
     ({"weights": "w.npz"}, {}, "paper scale, weights w.npz", False),
-    ({"tasks": 5}, {}, "paper scale, tasks 5", False),
     ({"lr": 0.1}, {}, "paper scale, lr 0.1", False),
-    ({"generated": True}, {}, "paper scale, generated images", False),
     ({"epochs": 5}, {}, "paper scale, width 16, 20 + 5 epochs", False),
     ({"epochs": 40, "milestones": [30], "lr": 0.01}, {"scale": "small"},
      "small scale, width 16, 20 + 40 epochs, lr 0.01", True),
@@ -3885,12 +3569,11 @@ PROTOCOLS = [  # what a run changes, what else it is, its label, whether it is t
 ]
 
 
-@pytest.mark.parametrize("changed, more, label, fits", PROTOCOLS)
-def test_a_run_says_what_it_changes_and_whether_it_follows_the_paper(
-        changed, more, label, fits, tmp_path):
-    settings = {"width": 16, "first_epochs": 20, "epochs": 8, **changed}
-    result = fake_run(tmp_path, rows={}, changed=changed, settings=settings, **more)
-    assert (report.describe(result), report.follows_paper(result)) == (label, fits)
+def test_a_run_says_what_it_changes_and_whether_it_follows_the_paper(tmp_path):
+    for changed, more, label, fits in PROTOCOLS:
+        settings = {"width": 16, "first_epochs": 20, "epochs": 8, **changed}
+        result = fake_run(tmp_path, rows={}, changed=changed, settings=settings, **more)
+        assert (report.describe(result), report.follows_paper(result)) == (label, fits)
 
 
 def test_the_table_of_a_run_has_the_papers_values_for_its_protocol_alone(tmp_path):
@@ -3907,19 +3590,6 @@ def test_the_table_of_a_run_has_the_papers_values_for_its_protocol_alone(tmp_pat
         assert "paper's A_last" not in report.run_table([{**ours[0], **other}])
 
 
-@pytest.fixture
-def drawn(tmp_path):
-    for seed, last in enumerate((30.0, 34.0)):
-        fake_run(tmp_path, seed=seed, tasks=4, rows={
-            "none": 20.0, "sdc": 0.0, "ldc": last, "nme-5": 42.0, "nme-20": 44.0, "oracle": 60.0})
-    fake_run(tmp_path, "joint", rows={"none": 65.0, "oracle": 70.0}, tasks=4)
-    fake_run(tmp_path, "cassle", rows={"ldc": 31.0}, labels="0.25", tasks=4)
-    fake_run(tmp_path, "ssl", rows={"oracle": 71.0}, strategy="joint-ssl", tasks=4)
-    fake_run(tmp_path, rows={"nme-5": 43.0}, dataset="tinyimagenet")
-    fake_run(tmp_path, rows={"nme-5": 9.0}, dataset="imagenet100", changed={"tasks": 5})
-    return tmp_path
-
-
 def points_of(folder, name):
     """{panel: {series: [(x, y, deviation, seeds)]}} of a figure's CSV file."""
     panels = {}
@@ -3930,28 +3600,26 @@ def points_of(folder, name):
     return panels
 
 
-def test_points_of_the_figures(drawn):
-    report_of(drawn, "fig-drift", "fig-nme", "fig-kde")
-    spread = 2.8284  # of 30 and 34
+def test_points_of_the_papers_figures(fakes):
+    report_of(fakes, "fig-drift", "fig-nme", "fig-kde")
     drift = {" ".join(panel.split()[:3]): curves  # without the run's description
-             for panel, curves in points_of(drawn, "fig-drift").items()}
+             for panel, curves in points_of(fakes, "fig-drift").items()}
     assert drift["LwF: tasks 1-2"]["oracle"] == [(2, 61, 0, 2), (3, 62, 0, 2), (4, 63, 0, 2)]
     assert drift["LwF: tasks 1-3"] == {
         "no compensation": [(3, 18, 0, 2), (4, 17, 0, 2)],
-        "LDC": [(3, 30, spread, 2), (4, 29, spread, 2)],
+        "LDC": [(3, 30, SPREAD, 2), (4, 29, SPREAD, 2)],
         "oracle": [(3, 58, 0, 2), (4, 57, 0, 2)],
         "joint training": [(3, 68, 0, 1), (4, 67, 0, 1)]}
-    assert drift["CaSSLe: tasks 1-3"] == {
-        "LDC": [(3, 29, 0, 1), (4, 28, 0, 1)], "joint training": [(3, 69, 0, 1), (4, 68, 0, 1)]}
-    assert points_of(drawn, "fig-nme") == {
-        "cifar100": {"LDC": [(5, 32, spread, 2), (20, 32, spread, 2)],
+    assert drift["CaSSLe: tasks 1-3"]["joint training"] == [(3, 69, 0, 1), (4, 68, 0, 1)]
+    assert points_of(fakes, "fig-nme") == {
+        "cifar100": {"LDC": [(5, 32, SPREAD, 2), (20, 32, SPREAD, 2)],
                      "oracle": [(5, 60, 0, 2), (20, 60, 0, 2)],
                      "NME": [(5, 42, 0, 2), (20, 44, 0, 2)]},
         "tinyimagenet": {"NME": [(5, 43, 0, 1)]}}
-    kde = points_of(drawn, "fig-kde")
+    kde = points_of(fakes, "fig-kde")
     assert list(kde) == ["after task 2", "after task 4"]
-    top = 1.1 * 0.034  # new classes, at a distance of 0.9, are left out
-    for row, pool in (("SDC", [0.0] * 4), ("LDC", [0.03, 0.03, 0.034, 0.034])):
+    top = 1.1 * 0.039  # of class 5; new classes, at a distance of 0.9, are left out
+    for row, pool in (("SDC", [0, 0.001] * 2), ("LDC", [0.03, 0.031, 0.034, 0.035])):
         width = max(1.06 * statistics.pstdev(pool) * 4 ** -0.2, top / 200)
         bells = [statistics.NormalDist(mean, width) for d in pool for mean in (d, -d)]
         for k, (x, y, *_) in enumerate(kde["after task 2"][row]):
@@ -3960,56 +3628,74 @@ def test_points_of_the_figures(drawn):
         assert k == 200
 
 
-def test_the_toy_needs_no_run_and_ldc_finds_rotation_and_scaling_too(tmp_path):
-    assert report.main([str(tmp_path), "--scale", "paper", "--only", "fig-toy"]) == 0
-    toy = points_of(tmp_path, "fig-toy")
+def test_points_of_our_figures(fakes):
+    report_of(fakes, "fig-curves", "fig-beyond")
+    curves = points_of(fakes, "fig-curves")
+    lwf = curves[LWF.replace(",", ";")]
+    assert list(lwf) == ["none", "sdc", "ldc", "ldc-ridge", "ldc-anchor", "oracle", "mine"]
+    assert lwf["ldc"] == [(t, 36 - t, SPREAD, 2) for t in (1, 2, 3, 4)]
+    assert lwf["mine"] == [(t, 54 - t, 0, 1) for t in (1, 2, 3, 4)]
+    assert curves[BIRDS.replace(",", ";")]["mine"][0] == (1, 52, 0, 1)
+    beyond = points_of(fakes, "fig-beyond")
+    # a prototype of width 16 has 128 numbers, an image 3072; none is at 20, the oracle at 60
+    assert beyond["what is kept"] == {
+        "none": [(128, 0, 0, 2)], "sdc": [(128, -50, 0, 2)], "ldc": [(128, 30, 7.0711, 2)],
+        "ldc-ridge": [(128, 40, 0, 2)], "ldc-anchor": [(1408, 50, 0, 2)],
+        "NME": [(15360, 55, 0, 2), (61440, 60, 0, 2)]}
+    assert "nme-5" not in beyond["task by task"]
+    # the others fall by a point per task, the oracle does not: gaps of 40, 38 and 39
+    assert beyond["task by task"]["ldc-anchor"] == [
+        (4, 50, 0, 2), (2, 52.6316, 0, 2), (3, 51.2821, 0, 2)]
+    assert beyond["by age"] == {  # the last task's distances, mean of two classes
+        "ldc-ridge": [(1, 0.0405, 0, 2), (2, 0.0385, 0, 2), (3, 0.0365, 0, 2)],
+        "ldc-anchor": [(1, 0.0445, 0, 2), (2, 0.0425, 0, 2), (3, 0.0405, 0, 2)]}
 
+
+def test_the_toy_needs_no_run_and_ldc_finds_rotation_and_scaling_too(tmp_path):
     def off(panel, name):
         return math.dist(toy[panel][name][0][:2], toy[panel]["true mean"][0][:2])
 
+    assert report.main([str(tmp_path), "--scale", "paper", "--only", "fig-toy"]) == 0
+    toy = points_of(tmp_path, "fig-toy")
     assert off("after a translation", "moved by SDC") < 0.01
     assert off("after a translation", "moved by LDC") < 0.05
     assert off("after rotation and scaling", "moved by LDC") < 0.05
     assert off("after rotation and scaling", "moved by SDC") > 2
 
 
-def test_a_figure_shows_its_points_and_is_drawn_again_only_when_they_change(drawn):
-    points = list(report.nme_points(report.records_of(report.load(drawn))))
-    axes = report.draw(points, "stored images", "A_last", str).axes
+def test_a_figure_shows_its_points_and_is_drawn_again_only_when_they_change(fakes):
+    points = list(report.nme_points(report.records_of(report.load(fakes))))
     shown = {axis.get_title(): [line.get_xydata().tolist() for line in axis.lines]
-             for axis in axes}
-    assert shown == {"cifar100": [[[5, 32], [20, 32]], [[5, 60], [20, 60]], [[5, 42], [20, 44]]],
-                     "tinyimagenet": [[[5, 43]]]}
-    report_of(drawn, "fig-nme")
-    picture = drawn / "paper" / "figures" / "fig-nme.png"
+             for axis in report.draw(points, "stored images", "A_last", str).axes}
+    assert shown["cifar100"] == [[[5, 32], [20, 32]], [[5, 60], [20, 60]], [[5, 42], [20, 44]]]
+    report_of(fakes, "fig-nme")
+    picture = fakes / "paper" / "figures" / "fig-nme.png"
     picture.write_bytes(b"by another matplotlib")
-    report_of(drawn, "fig-nme")
+    report_of(fakes, "fig-nme")
     assert picture.read_bytes() == b"by another matplotlib"
-    fake_run(drawn, rows={"ldc": 1.0, "nme-5": 2.0})
-    report_of(drawn, "fig-nme")
+    fake_run(fakes, rows={"ldc": 1.0, "nme-5": 2.0})
+    report_of(fakes, "fig-nme")
     assert picture.read_bytes()[:4] == b"\x89PNG"
 
 
-def test_tables_need_neither_torch_nor_matplotlib(drawn, monkeypatch, capsys):
+def test_tables_need_neither_torch_nor_matplotlib(fakes, monkeypatch, capsys):
     code = "import sys, report; report.main(sys.argv[1:]); assert 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code, str(drawn), "--only", "table1"], cwd=HERE,
+    done = subprocess.run([sys.executable, "-c", code, str(fakes), "--only", "table1"], cwd=HERE,
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert report.main([str(drawn), "--only", "table5", "fig-nme"]) == 1
-    missing = "**fig-nme.** Not drawn: matplotlib is missing (pip install matplotlib)."
-    assert missing in capsys.readouterr().err
-    assert points_of(drawn, "fig-nme")
+    assert report.main([str(fakes), "--only", "table5", "fig-nme"]) == 1
+    assert "fig-nme.** Not drawn: matplotlib is missing (pip" in capsys.readouterr().err
+    assert points_of(fakes, "fig-nme")
 
 
-def test_report_says_in_one_sentence_what_is_wrong(drawn, capsys):
-    for flags, words in (([f"{drawn}/nowhere"], "nowhere holds no runs at any scale"),
-                         ([str(drawn), "--scale", "small"], "no runs at small scale")):
+def test_report_says_in_one_sentence_what_is_wrong(tmp_path, capsys):
+    fake_run(tmp_path, rows={})
+    for flags, words in (([f"{tmp_path}/nowhere"], "nowhere holds no runs at any scale"),
+                         ([str(tmp_path), "--scale", "small"], "no runs at small scale")):
         assert report.main(flags) == 2
         error, = capsys.readouterr().err.splitlines()
         assert error.startswith("error: ") and words in error
-    with pytest.raises(SystemExit, match="2"):
-        report.main([str(drawn), "--scale", "huge"])
 
 
 def test_recorded_runs_differ_from_the_presets_by_what_they_say():

@@ -96,23 +96,14 @@ class ScatterStore(PrototypeStore):
         self.scatter = self.scatter + within_class_scatter(feats, labels, classes)
         self.images += len(feats)
 
-    def vectors(self):
-        """Prototypes (C, d), then a factor R (d, d) with R^T R = S, whose rows move likewise.
-
-        A linear map W moves S exactly: (R W)^T (R W) = W^T S W.
-        """
-        # not Cholesky: dead ReLU units make the scatter singular
-        values, vectors = torch.linalg.eigh(self.scatter)
-        factor = values.clamp(min=0).sqrt()[:, None] * vectors.T
-        return torch.cat([self.means, factor.to(self.means)])
-
     def move(self, update):
-        """Replace prototypes and scatter by what a linear update makes of them."""
+        """Move the prototypes, and S as a linear update x -> x M moves it: to M^T S M."""
         if self.means is not None:
-            moved = moved_by(update, self.vectors())
-            self.means, factor = moved.split([len(self.means), len(moved) - len(self.means)])
-            factor = to_float64(factor)
-            self.scatter = factor.T @ factor
+            classes, d = self.means.shape
+            moved = moved_by(update, torch.cat([self.means, torch.eye(d).to(self.means)]))
+            self.means = moved[:classes]
+            M = to_float64(moved[classes:])
+            self.scatter = M.T @ self.scatter @ M
 
     def covariance(self):
         """Pooled within-class covariance, (d, d) in float64."""

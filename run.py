@@ -6,6 +6,7 @@ compensator, write a function of (old prototypes, Drift) and enter it in COMPENS
 """
 import argparse
 import contextlib
+import copy
 import datetime
 import functools
 import hashlib
@@ -182,10 +183,10 @@ class Drift:
                  for (*_, anchored), p_F in self.projectors.items() if not anchored)
         return next(filter(None, found), "")
 
-    @functools.cached_property
-    def oracle_vectors(self):
-        """The true means of the old classes under f_t (C, d), and a factor of their scatter."""
-        return self.oracle[self.options.unit_features].vectors()
+    @property
+    def true_store(self):
+        """The true means and scatter of the old classes under f_t."""
+        return self.oracle[self.options.unit_features]
 
 
 def none(prototypes, drift):
@@ -244,7 +245,7 @@ def nme(m):
 @needs("old images", "all labels", linear=True)
 def oracle(prototypes, drift):
     """true means of all old images, the upper bound"""
-    return drift.oracle_vectors[:len(prototypes)]
+    return drift.true_store.means
 
 
 MEMORY = (1, 5, 10, 20, 50)  # images per class that the nme rows keep
@@ -338,13 +339,17 @@ class PrototypeRow(Row):
         super().__init__(name, label_set)
         self.compensator = compensator
 
+    def move(self, drift):
+        """Eq. 2."""
+        try:
+            self.store.move(lambda p: COMPENSATORS[self.compensator](p, drift))
+        except ValueError as error:
+            raise UserError(f"the row {self.name}: {error}") from None
+
     def update(self, observed):
-        """Move the old prototypes (Eq. 2), then add those of the new classes."""
+        """Move the old prototypes, then add those of the new classes."""
         if observed.drift is not None:
-            try:
-                self.store.move(lambda p: COMPENSATORS[self.compensator](p, observed.drift))
-            except ValueError as error:
-                raise UserError(f"the row {self.name}: {error}") from None
+            self.move(observed.drift)
         needs = needed([self.compensator])
         index = slice(None) if "all labels" in needs else observed.labelled[self.label_set]
         feats = observed.feats[index]
@@ -375,6 +380,12 @@ class LdaRow(PrototypeRow):
     def __init__(self, name, label_set, compensator):
         super().__init__(name, label_set, compensator)
         self.store = ScatterStore()
+
+    def move(self, drift):
+        if "old images" in needed([self.compensator]):
+            self.store = copy.copy(drift.true_store)  # with the oracle's scatter
+        else:
+            super().move(drift)
 
     def read_out(self, feats, classes, options):
         d = feats.shape[1]

@@ -490,17 +490,6 @@ def equal(one, two):
         (one.train_images, two.train_images), (one.test_images, two.test_images)))
 
 
-def test_own_folder_of_any_size(tmp_path):
-    make_tree(tmp_path, held_out="val")
-    small = load_folder(tmp_path, image_size=24)
-    assert counts(small) == [[4] * 3, [2] * 3]
-    assert small.train_images(1).shape == (4, 3, 24, 24) and small.spec.pad == 3
-    large = load_folder(tmp_path, image_size=112, limit=1)
-    assert large.spec.pad is None and counts(large) == [[1] * 3, [1] * 3]
-    assert large.train_images(0).shape == (1, 3, 150, 149)  # the last row: height and width
-    assert large.train_clean_images(0).shape == large.test_images(0).shape == (1, 3, 128, 128)
-
-
 def test_plain_class_folders_are_split_by_the_names_of_their_files(tmp_path):
     names = [f"{i}.png" for i in range(10)]
     for i, name in enumerate(names):
@@ -3379,24 +3368,6 @@ def test_ctrl_c_stops_run_all(tmp_path, fake_python):
     assert run_all("table1", PYTHON=python).returncode == 130
 
 
-def test_log_counts_and_tells(monkeypatch, capsys):
-    """Seconds of a phase with the device's own work; without a terminal a line a minute at most."""
-    clock = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: clock.__setitem__(0, clock[0] + 7))
-    log = run.Log()
-    for t in range(2):
-        with log.phase("train"):
-            began = clock[0]
-            for epoch in range(3):
-                clock[0] += 40
-                log.epoch(t, epoch, 3, 2.0, began)
-    shown = capsys.readouterr().err.splitlines()
-    assert len(shown) == 3 and "task 2" in shown[1] and "0:01:20" in shown[1]  # time left
-    assert log.seconds == {"train": 2 * (3 * 40 + 7)}
-
-
 def test_generated_images_stand_in_and_are_never_taken_for_real_ones(tmp_path, capsys):
     flags = ["--scale", "smoke", "--tasks", "2", "--limit", "4", "--compensators", "none", "ldc",
              "--device", "cpu", "--out-dir", str(tmp_path), "--dataset", "imagenet100"]
@@ -3476,18 +3447,6 @@ def report_of(folder, *only):
     return (folder / "README.md").read_text(encoding="utf-8")
 
 
-def test_paper_values_add_up_to_those_of_the_paper():
-    """For each table of paper.tex: how many values and deviations it has, and their sums."""
-    found = []
-    for _, _, cells, _ in report.TABLES.values():
-        values, _, deviations = zip(*(cell[-1].partition("±") for cell in cells))
-        for column in (values, deviations):
-            numbers = [float(text) for text in column if text]
-            found.append(pytest.approx((len(numbers), sum(numbers))))
-    assert found == [(42, 1908.9), (42, 49.4), (15, 1030.6), (0, 0), (38, 916.9), (35, 14.59),
-                     (38, 994.08), (35, 9.36), (8, 308.8), (8, 11.5), (5, 157.95), (5, 0.3)]
-
-
 def test_the_papers_tables_say_ours_the_papers_and_what_is_missing(fakes, capsys):
     text = report_of(fakes)
     one = table_of(text, "Table 1")
@@ -3540,15 +3499,6 @@ def test_two_folders_are_read_and_the_first_is_written(fakes, tmp_path_factory, 
     three = table_of((first / "README.md").read_text(encoding="utf-8"), "Table 3")
     assert {"PFR+LDC, ours, paper scale", "CaSSLe+LDC, ours, paper scale"} <= three.keys()
     assert points_of(first, "fig-nme") and sorted(fakes.rglob("*")) == before
-
-
-def test_the_smoke_test_stands_beside_no_values_of_the_paper(tmp_path):
-    fake_run(tmp_path, "finetune", rows={"ldc": 60.0}, dataset="cars", scale="smoke")
-    text = report_of(tmp_path, "table2", "fig-nme")
-    assert "**fig-nme.** Not run." in text
-    header, ours = table_of(text, "Table 2").values()
-    assert header == ["t1", "t3", "t5", "t7", "t10"]
-    assert ours == [f"{accuracy}.0 (1)" for accuracy in (69, 67, 65, 63, 60)]
 
 
 PROTOCOLS = [  # what a run changes, what else it is, its label, whether it is the paper's protocol

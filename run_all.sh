@@ -23,56 +23,56 @@
 set -u
 cd "$(dirname "$0")" || exit 2
 experiments() { cat <<'END'
-#fills                                         seeds data set     strategy and flags                            # the paper's A_last in %; hours
-table1,table3,table5,fig-drift,fig-nme,fig-kde     5 cifar100     lwf                                           # none 40.5, SDC 40.6, LDC 45.4; 0.2 h
-table1,fig-nme                                     5 tinyimagenet lwf                                           # none 28.6, SDC 29.5, LDC 34.2; 1.8 h
-table1,table4,fig-nme                              5 imagenet100  lwf                                           # none 44.0, SDC 42.6, LDC 51.4; 7.4 h
-table3,table5,table6,fig-drift                     3 cifar100     cassle                                        # 25 %: none 23.6, SDC 26.5, LDC 35.0; 2.6 h
-table4                                             3 imagenet100  cassle                                        # 25 %: none 27.36, SDC 26.6, LDC 35.8; 13.8 h
-table1,table3                                      5 cifar100     pass                                          # 37.8; 0.8 h
-table1,copied                                      5 cifar100     efc                                           # 43.6; 0.3 h
-fig-drift                                          5 cifar100     joint                                         # upper bound, no number; 0.9 h
-table1                                             5 tinyimagenet pass                                          # 31.2; 6.6 h
-table1,copied                                      5 tinyimagenet efc                                           # 34.1; 2.4 h
-table1,table4                                      5 imagenet100  pass                                          # 38.7; 26.9 h
-table1,copied                                      5 imagenet100  efc                                           # 47.3; 2.9 h
-table2                                             3 cars         finetune --no-amp                             # none 53.4, SDC 53.3, LDC 62.9; 1.7 h
-table3                                             3 cifar100     pocon                                         # 25 %: 22.4, 26.7, 33.8; 4.6 h
-table3                                             1 cifar100     pass --label-fraction 0.008                   # 5.91; 0.1 h
-table3                                             1 cifar100     pass --label-fraction 0.05                    # 15.13; 0.1 h
-table3                                             1 cifar100     pass --label-fraction 0.25                    # 15.84; 0.2 h
-table3,copied                                      3 cifar100     nncsl --label-fraction 0.008 --buffer-size 500 # 27.4; 2.5 h
-table3,copied                                      3 cifar100     nncsl --label-fraction 0.05 --buffer-size 500 # 31.4; 2.5 h
-table3,copied                                      3 cifar100     nncsl --label-fraction 0.25 --buffer-size 500 # 35.3; 2.5 h
-table3                                             3 cifar100     nncsl --label-fraction 0.008 --buffer-size 0  # 8.7; 1.8 h
-table3                                             3 cifar100     nncsl --label-fraction 0.05 --buffer-size 0   # 9.0; 1.8 h
-table3                                             3 cifar100     nncsl --label-fraction 0.25 --buffer-size 0   # 9.32; 1.8 h
-table4                                             3 imagenet100  pocon                                         # 25 %: 25.8, 25.7, 34.0; 24.6 h
-table4                                             1 imagenet100  pass --label-fraction 0.01                    # 1.76; 0.6 h
-table4                                             1 imagenet100  pass --label-fraction 0.05                    # 10.36; 1.7 h
-table4                                             1 imagenet100  pass --label-fraction 0.25                    # 23.9; 7.0 h
-table4                                             3 imagenet100  nncsl --label-fraction 0.01 --buffer-size 5120 # 35.4; 13.1 h
-table4                                             3 imagenet100  nncsl --label-fraction 0.05 --buffer-size 5120 # 41.6; 13.1 h
-table4                                             3 imagenet100  nncsl --label-fraction 0.25 --buffer-size 5120 # 47.1; 13.1 h
-table4                                             3 imagenet100  nncsl --label-fraction 0.01 --buffer-size 500 # 9.93; 13.1 h
-table4                                             3 imagenet100  nncsl --label-fraction 0.05 --buffer-size 500 # 15.1; 13.1 h
-table4                                             3 imagenet100  nncsl --label-fraction 0.25 --buffer-size 500 # 16.6; 13.1 h
-table1                                             5 cifar100     fetril                                        # 37.0; 0.1 h
-table1                                             5 cifar100     fecam                                         # 33.1; 0.1 h
-table1                                             5 tinyimagenet fetril                                        # 24.4; 0.4 h
-table1                                             5 tinyimagenet fecam                                         # 24.9; 0.4 h
-table1                                             5 imagenet100  fetril                                        # 40.7; 1.3 h
-table1                                             5 imagenet100  fecam                                         # 42.4; 1.3 h
-fig-drift                                          1 cifar100     joint-ssl                                     # upper bound, no number; 10.6 h
-table3                                             3 cifar100     pfr                                           # 25 %: 25.7, 24.8, 33.4; 2.6 h
-table3                                             3 cifar100     pfr --bn-leak --tag leak                      # 25 %: 25.7, 24.8, 33.4; 2.8 h
-table3,table5,table6                               3 cifar100     cassle --bn-leak --tag leak                   # 25 %: none 23.6, SDC 26.5, LDC 35.0; 3.0 h
-table4                                             3 imagenet100  pfr                                           # 25 %: 22.0, 19.8, 33.5; 13.9 h
-table3                                             3 cifar100     pocon --tag wacv --lambda-retrospection 25 --retrospection linear --batch-size 256 --expert-epochs 500 --first-epochs 500 --epochs 250 # 25 %: 22.4, 26.7, 33.8; 3.7 h
-table4                                             3 imagenet100  pocon --tag wacv --lambda-retrospection 25 --retrospection linear --expert-epochs 400 --first-epochs 400 --epochs 200 # 25 %: 25.8, 25.7, 34.0; 19.9 h
+#fills                                               seeds data set     strategy and flags                            # the paper's A_last in %; hours
+table1,table3,table5,fig-drift,fig-nme,fig-kde,fig-beyond 5 cifar100     lwf                                           # none 40.5, SDC 40.6, LDC 45.4; 0.2 h
+table1,fig-nme                                            5 tinyimagenet lwf                                           # none 28.6, SDC 29.5, LDC 34.2; 1.8 h
+table1,table4,fig-nme                                     5 imagenet100  lwf                                           # none 44.0, SDC 42.6, LDC 51.4; 7.4 h
+table3,table5,table6,fig-drift                            3 cifar100     cassle                                        # 25 %: none 23.6, SDC 26.5, LDC 35.0; 2.6 h
+table4                                                    3 imagenet100  cassle                                        # 25 %: none 27.36, SDC 26.6, LDC 35.8; 13.8 h
+table1,table3                                             5 cifar100     pass                                          # 37.8; 0.8 h
+table1,copied                                             5 cifar100     efc                                           # 43.6; 0.3 h
+fig-drift                                                 5 cifar100     joint                                         # upper bound, no number; 0.9 h
+table1                                                    5 tinyimagenet pass                                          # 31.2; 6.6 h
+table1,copied                                             5 tinyimagenet efc                                           # 34.1; 2.4 h
+table1,table4                                             5 imagenet100  pass                                          # 38.7; 26.9 h
+table1,copied                                             5 imagenet100  efc                                           # 47.3; 2.9 h
+table2                                                    3 cars         finetune --no-amp                             # none 53.4, SDC 53.3, LDC 62.9; 1.7 h
+table3                                                    3 cifar100     pocon                                         # 25 %: 22.4, 26.7, 33.8; 4.6 h
+table3                                                    1 cifar100     pass --label-fraction 0.008                   # 5.91; 0.1 h
+table3                                                    1 cifar100     pass --label-fraction 0.05                    # 15.13; 0.1 h
+table3                                                    1 cifar100     pass --label-fraction 0.25                    # 15.84; 0.2 h
+table3,copied                                             3 cifar100     nncsl --label-fraction 0.008 --buffer-size 500 # 27.4; 2.5 h
+table3,copied                                             3 cifar100     nncsl --label-fraction 0.05 --buffer-size 500 # 31.4; 2.5 h
+table3,copied                                             3 cifar100     nncsl --label-fraction 0.25 --buffer-size 500 # 35.3; 2.5 h
+table3                                                    3 cifar100     nncsl --label-fraction 0.008 --buffer-size 0  # 8.7; 1.8 h
+table3                                                    3 cifar100     nncsl --label-fraction 0.05 --buffer-size 0   # 9.0; 1.8 h
+table3                                                    3 cifar100     nncsl --label-fraction 0.25 --buffer-size 0   # 9.32; 1.8 h
+table4                                                    3 imagenet100  pocon                                         # 25 %: 25.8, 25.7, 34.0; 24.6 h
+table4                                                    1 imagenet100  pass --label-fraction 0.01                    # 1.76; 0.6 h
+table4                                                    1 imagenet100  pass --label-fraction 0.05                    # 10.36; 1.7 h
+table4                                                    1 imagenet100  pass --label-fraction 0.25                    # 23.9; 7.0 h
+table4                                                    3 imagenet100  nncsl --label-fraction 0.01 --buffer-size 5120 # 35.4; 13.1 h
+table4                                                    3 imagenet100  nncsl --label-fraction 0.05 --buffer-size 5120 # 41.6; 13.1 h
+table4                                                    3 imagenet100  nncsl --label-fraction 0.25 --buffer-size 5120 # 47.1; 13.1 h
+table4                                                    3 imagenet100  nncsl --label-fraction 0.01 --buffer-size 500 # 9.93; 13.1 h
+table4                                                    3 imagenet100  nncsl --label-fraction 0.05 --buffer-size 500 # 15.1; 13.1 h
+table4                                                    3 imagenet100  nncsl --label-fraction 0.25 --buffer-size 500 # 16.6; 13.1 h
+table1                                                    5 cifar100     fetril                                        # 37.0; 0.1 h
+table1                                                    5 cifar100     fecam                                         # 33.1; 0.1 h
+table1                                                    5 tinyimagenet fetril                                        # 24.4; 0.4 h
+table1                                                    5 tinyimagenet fecam                                         # 24.9; 0.4 h
+table1                                                    5 imagenet100  fetril                                        # 40.7; 1.3 h
+table1                                                    5 imagenet100  fecam                                         # 42.4; 1.3 h
+fig-drift                                                 1 cifar100     joint-ssl                                     # upper bound, no number; 10.6 h
+table3                                                    3 cifar100     pfr                                           # 25 %: 25.7, 24.8, 33.4; 2.6 h
+table3                                                    3 cifar100     pfr --bn-leak --tag leak                      # 25 %: 25.7, 24.8, 33.4; 2.8 h
+table3,table5,table6                                      3 cifar100     cassle --bn-leak --tag leak                   # 25 %: none 23.6, SDC 26.5, LDC 35.0; 3.0 h
+table4                                                    3 imagenet100  pfr                                           # 25 %: 22.0, 19.8, 33.5; 13.9 h
+table3                                                    3 cifar100     pocon --tag wacv --lambda-retrospection 25 --retrospection linear --batch-size 256 --expert-epochs 500 --first-epochs 500 --epochs 250 # 25 %: 22.4, 26.7, 33.8; 3.7 h
+table4                                                    3 imagenet100  pocon --tag wacv --lambda-retrospection 25 --retrospection linear --expert-epochs 400 --first-epochs 400 --epochs 200 # 25 %: 25.8, 25.7, 34.0; 19.9 h
 END
 }
-all="table1 table2 table3 table4 table5 table6 fig-drift fig-toy fig-nme fig-kde"
+all="table1 table2 table3 table4 table5 table6 fig-drift fig-toy fig-nme fig-kde fig-curves fig-beyond"
 list_only=no scale=paper copied=no what=''
 for word in "$@"; do
   case $word in
@@ -80,7 +80,7 @@ for word in "$@"; do
     paper | small | smoke) scale=$word;;
     copied) copied=yes;;
     all) what="$what $all";;
-    table[1-6] | fig-drift | fig-toy | fig-nme | fig-kde) what="$what $word";;
+    table[1-6] | fig-drift | fig-toy | fig-nme | fig-kde | fig-curves | fig-beyond) what="$what $word";;
     *) echo "error: $word is unknown; expected --list, paper, small or smoke, copied, and any of $all, all." >&2
        exit 2;;
   esac

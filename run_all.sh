@@ -107,8 +107,8 @@ commands() { # one a line, for what was asked for
       case "$dataset $strategy" in # all rows twice are enough; the ViT is full-sized
         "cifar100 lwf" | "cifar100 cassle" | *" joint"*) ;;
         *net*" lwf") flags="$flags --compensators none sdc ldc nme-1 nme-5 nme-10 nme-20 nme-50 oracle";;
-        "cars finetune") flags="$flags --limit 5 --compensators none sdc ldc oracle";;
-        *) flags="$flags --compensators none sdc ldc oracle ldc-ridge";;
+        "cars finetune") flags="$flags --limit 3 --compensators none sdc ldc oracle";;
+        *) flags="$flags --compensators none sdc ldc oracle";;
       esac
     fi
     for seed in ${SEEDS:-$(seq 0 $((seeds - 1)))}; do

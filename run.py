@@ -867,15 +867,14 @@ def replay(args):
     check_registered(recorded)
     compensators = args.compensators or [name for name in recorded["compensators"]
                                          if "networks" not in needed([name])]
-    options = {**preset_options(recorded["strategy"], recorded["dataset"], recorded["scale"]),
-               **recorded["options"], **args.option_flags}
+    preset = preset_options(recorded["strategy"], recorded["dataset"], recorded["scale"])
+    options = {**preset, **recorded["options"], **args.option_flags}
     rows = None
     for t, path in enumerate(files):
         observed = restore(path, SimpleNamespace(**options))
         check_replay(folder, observed.drift, compensators)
         rows = rows or make_rows(compensators, list(observed.labelled), observed.predictions)
         score(rows, observed, recorded["task_sizes"][:t + 1], SimpleNamespace(**options))
-    preset = preset_options(recorded["strategy"], recorded["dataset"], recorded["scale"])
     changed = {name: value for name, value in options.items() if value != preset[name]}
     kept = {name: value for name, value in recorded["changed"].items() if name not in OPTIONS}
     result = {**recorded, "command": args.command, "replay_of": recorded["command"],
@@ -1014,7 +1013,7 @@ def read_tensors(path, device="cpu", sha256=None):
         state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file raises whatever its reader trips over first
         raise UserError(f"{path} is missing or damaged ({type(error).__name__}): restore it, or "
-                         f"delete {path.parent} and run again.") from None
+                        f"delete {path.parent} and run again.") from None
 
     def place(x):
         """On the device, but float64 on the CPU where the device is MPS, which has none."""

@@ -54,6 +54,7 @@ OPTIONS = {  # name -> (default, help); P paper, S supplement, ldc the authors' 
     "ldc_passes": (1, "augmented passes for Adam; the authors: one per epoch; 0: clean images"),
     "ridge": (1e-3, "pull of the row ldc-ridge towards the identity"),  # ours
     "anchor_ridge": (1e-4, "the same of the row ldc-anchor"),  # ours
+    "anchor_width": (1280, "numbers of phi(x) that ldc-anchor has; 256: the first layer's"),  # ours
     "lda_shrink": (1.0, "pull of the lda read-out towards a sphere"),  # ours
     "sdc_sigma": (0.3, "width of SDC's kernel"),  # S
     "adc_alpha": (25.0, "length of ADC's steps"),  # ldc exps/lwf.json, as the next two
@@ -654,6 +655,7 @@ class Run:
         drift = phi = None
         if "anchor" in self.needs:
             phi = features(self.anchor, task.clean_images, task.clean)
+            phi = phi[:, :self.options.anchor_width].clone()  # of a view the whole would be kept
         if t and not self.strategy.frozen_after_first:
             pieces = task.clean_images.split(chunk_size(task.clean_images))
             pairs = paired_pass(old_model, self.model, map(task.clean, pieces))
@@ -840,6 +842,8 @@ def restore(path, options):
     """The observation that `keep` wrote; its drift has no networks."""
     kept = read_tensors(path)
     observed = Observation(**{**kept, "classes": range(*kept["classes"]), "drift": None})
+    if observed.phi is not None:
+        observed.phi = observed.phi[:, :options.anchor_width]
     if kept["drift"]:
         seen = kept["drift"]
         drift = Drift(seen["feats_old"], observed.feats, options, seen["seed"], phi=observed.phi)
@@ -910,6 +914,9 @@ def check_replay(folder, drift, compensators):
     if drift.options.ldc_passes > len(drift.augmented):
         raise UserError(f"{folder} has kept {len(drift.augmented)} augmented passes: expected "
                         "--ldc-passes of at most that.")
+    if "anchor" not in missing and drift.phi.shape[1] < drift.options.anchor_width:
+        raise UserError(f"{folder} has kept {drift.phi.shape[1]} numbers of phi(x): expected "
+                        "--anchor-width of at most that.")
 
 
 # The row that predicts is the first of these that a run has.
@@ -1153,6 +1160,7 @@ def build_parser():
 
 RANGES = (  # of numbers, by the first pattern that is in a setting's name
     ("seed", lambda x: 0 <= x < 2 ** 32, "0 to 4294967295"),
+    ("anchor_width", lambda x: 1 <= x <= 1280, "1 to 1280"),
     ("buffer_size|warmup_epochs|ldc_passes|milestones", lambda x: x >= 0, "at least 0"),
     ("tasks|classes|limit|size|width|epochs|steps|images", lambda x: x >= 1, "at least 1"),
     ("fraction|prototype_labels", lambda x: 0 < x <= 1, "more than 0, at most 1"),

@@ -2909,7 +2909,7 @@ def test_unit_features_are_normalised_before_everything(kept, smoke):
     assert run.main(["--replay", str(kept), "--unit-features"]) == 0
     result = metrics(kept.parent.with_name("lwf-replay") / "seed0")
     assert result["changed"]["unit_features"] is True
-    first = run.restore(kept / "features-01.pt", None)
+    first = observed_in(kept, 1)
     means = ldc.class_means(F.normalize(first.feats), first.labels, first.classes)
     nearest = ldc.ncm(first.test_feats, means)
     rows = result["rows"]["1"]
@@ -3000,6 +3000,11 @@ def kept(smoke, tmp_path):
     return tmp_path / "lwf" / "seed0"
 
 
+def observed_in(folder, task):
+    """What a run kept of a task."""
+    return run.restore(folder / f"features-0{task}.pt", SimpleNamespace(anchor_width=1280))
+
+
 def test_replay_repeats_the_rows_of_the_run_that_kept_them(kept, smoke):
     assert run.main(["--replay", str(kept)]) == 0
     rows = metrics(smoke)["rows"]["1"]
@@ -3026,28 +3031,45 @@ def test_replay_takes_other_rows_and_options(kept, smoke, capsys, monkeypatch):
     # an infinite pull towards the identity moves nothing
     assert rows["mine"]["accuracy"] == rows["ldc-ridge"]["accuracy"] == rows["none"]["accuracy"]
     rows, _ = replayed("b", "--compensators", "mine", "--metric", "euclidean")
-    first = run.restore(kept / "features-01.pt", None)
+    first = observed_in(kept, 1)
     means = ldc.class_means(first.feats, first.labels, first.classes)
     nearest = (first.test_feats[:, None] - means).norm(dim=2).argmin(1)
     assert rows["mine"]["accuracy"][0] == run.accuracy(nearest, first.test_labels)
     assert "holds a replay already" in complaint(capsys, "--replay", str(kept), "--tag", "a")
 
 
-def without(name):
-    """A run that had no row which needs this."""
-    def forget(folder):
+def test_a_narrow_anchor_has_the_first_numbers_of_phi(kept):
+    flags = ["--compensators", "ldc-anchor", "--anchor-width", "7", "--tag", "narrow"]
+    assert run.main(["--replay", str(kept), *flags]) == 0
+    first, second = observed_in(kept, 1), observed_in(kept, 2)
+    anchored = torch.cat([first.phi[:, :7], first.feats], 1)
+    old = ldc.class_means(anchored, first.labels, first.classes)
+    new = ldc.class_means(second.feats, second.labels, second.classes)
+    wide = torch.cat([second.phi[:, :7], second.drift.feats_old], 1)
+    means = torch.cat([ldc.solve_projector([(wide, second.feats)], 1e-4)(old), new])
+    row = metrics(kept.parent.with_name("lwf-narrow") / "seed0")["rows"]["1"]["ldc-anchor"]
+    nearest = ldc.ncm(second.test_feats, means)
+    assert row["accuracy"][1] == run.accuracy(nearest, second.test_labels)
+
+
+def edited(edit):
+    """Change what was kept of every task but the first."""
+    def change(folder):
         for path in sorted(folder.glob("features-*.pt"))[1:]:
             content = torch.load(path)
-            content["drift"][name] = type(content["drift"][name])()
+            edit(content)
             torch.save(content, path)
 
-    return forget
+    return change
 
 
 @pytest.mark.parametrize("happened, flags, words", [
     (lambda folder: None, ["--compensators", "adc"], "the row adc needs networks"),
-    (without("oracle"), ["--compensators", "oracle"], "the row oracle needs old images"),
-    (without("exemplars"), ["--compensators", "nme-5"], "the row nme-5 needs exemplars"),
+    (edited(lambda kept: kept["drift"]["oracle"].clear()), ["--compensators", "oracle"],
+     "the row oracle needs old images"),
+    (edited(lambda kept: kept["drift"]["exemplars"].clear()), ["--compensators", "nme-5"],
+     "the row nme-5 needs exemplars"),
+    (edited(lambda kept: kept.update(phi=kept["phi"][:, :7])), [], "kept 7 numbers of phi(x)"),
     (lambda folder: None, ["--ldc-passes", "9"], "has kept 1 augmented passes"),
     (lambda folder: None, ["--ldc-lr", "1e30"], "the row ldc: prototypes were moved to values"),
     (lambda folder: (folder / "features-02.pt").write_text(""), [], "features-02.pt is missing"),

@@ -341,6 +341,41 @@ def test_pipelines_stay_on_the_device(name):
         assert all(output.device.type == "cuda" for output in outputs)
 
 
+def test_an_epoch_on_cuda_is_augmented_in_one_call(monkeypatch):
+    """A call makes 58 copies that wait: 58 for the 5,000 images of a task, not 290."""
+    monkeypatch.setitem(data.CHUNK, "cpu", data.CHUNK["cuda"])
+    images, calls = torch.zeros(5000, 3, 32, 32, dtype=torch.uint8), []
+    task = data.Task(make_dataset("cifar100"), 0, range(1), images, images, torch.zeros(5000), [0])
+    batches = task.epoch(128, gen(), augment=lambda x, generator: calls.append(x) or x)
+    assert len(list(batches)) == 40 and len(calls) == 1
+
+
+def test_views_need_no_kernel_that_mps_lacks(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "index_copy_", None)
+    dataset = make_dataset("cifar100")
+    for call in (dataset.augment, dataset.two_views, dataset.multi_crop):
+        call(dataset.train_images(0), gen())
+
+
+def test_pooling_on_mps_is_done_by_the_cpu(monkeypatch):
+    """MPS raises where 32 is no divisor of the size."""
+    class OnMps(torch.Tensor):
+        device = torch.device("mps")
+
+        def cpu(self):
+            return self.as_subclass(torch.Tensor)
+
+    def pool(x, size, pool=F.adaptive_avg_pool2d):
+        assert not isinstance(x, OnMps)
+        return pool(x, size)
+
+    x = torch.rand(2, 3, 48, 48)
+    right = beyond.at_most_32(x)
+    monkeypatch.setattr(F, "adaptive_avg_pool2d", pool)
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, device: x)
+    assert torch.equal(beyond.at_most_32(x.as_subclass(OnMps)), right)
+
+
 # --------------------------------------------------------------------------------------------------
 # Data: tasks
 

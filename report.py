@@ -255,14 +255,18 @@ def average(part, row, metric="A_last"):
     return spread(numbers.values()) + count if numbers else ""
 
 
-def gap_closed(part, row):
-    """(row - none) / (oracle - none) in %, over seeds; a gap under half a point has no share."""
+def shares_closed(part, row):
+    """(row - none) / (oracle - none) in % by seed; None if a gap is too small to have a share."""
     none, oracle, ours = (numbers_of(part, row=name) for name in ("none", "oracle", row))
     seeds = [seed for seed in ours if seed in none and seed in oracle]
     if any(oracle[seed] - none[seed] < 0.5 for seed in seeds):
-        return "no gap"
-    found = [100 * (ours[s] - none[s]) / (oracle[s] - none[s]) for s in seeds]
-    return spread(found, 0) if found else ""
+        return None
+    return [100 * (ours[s] - none[s]) / (oracle[s] - none[s]) for s in seeds]
+
+
+def gap_closed(part, row):
+    shares = shares_closed(part, row)
+    return "no gap" if shares is None else spread(shares, 0) if shares else ""
 
 
 def runs_table(runs):
@@ -419,32 +423,47 @@ def curves_points(records):
                 yield point(heading, row, t, values)
 
 
+def with_anchors(records, what):
+    """{width of the anchor: records} of the runs that nothing else tells from this experiment."""
+    parts = {}
+    for r in records:
+        changed = dict(r["run"]["changed"])
+        width = changed.pop("anchor_width", ANCHOR)
+        if describe({**r["run"], "changed": changed}) == what:
+            parts.setdefault(width, []).append(r)
+    return dict(sorted(parts.items()))
+
+
 def beyond_points(records):
     """What is kept for a class and what that gains; the gain by task; distances by age."""
-    part = select(chosen(records, "cifar100", "lwf"), labels="1")
-    if not select(part, row="ldc-anchor"):
+    lwf = select(records, dataset="cifar100", strategy="lwf", labels="1")
+    anchored = [r for r in select(lwf, row="ldc-anchor") if follows_paper(r["run"])]
+    if not anchored:
         return
-    width = 8 * part[0]["run"]["settings"]["width"]
-    kept = {"none": width, "sdc": width, "ldc": width, "ldc-ridge": width,
-            "ldc-anchor": width + ANCHOR,
-            **{f"nme-{m}": 3072 * m for m in (1, 5, 10, 20, 50)}}
-    rows = [row for row in kept if select(part, row=row)]
-    last = part[0]["run"]["tasks"]
-    for t in [last, *range(2, last)]:  # the last task's numbers are those of the first panel
-        numbers = {row: numbers_of(part, f"t{t}", row=row) for row in (*rows, "oracle")}
-        for row in rows:
-            shares = [100 * (numbers[row][seed] - numbers["none"][seed]) /
-                      (numbers["oracle"][seed] - numbers["none"][seed]) for seed in numbers[row]]
-            if t == last:
-                series = "NME" if row.startswith("nme") else row
-                yield point("what is kept", series, kept[row], shares)
-            if not row.startswith("nme"):
-                yield point("task by task", row, t, shares)
+    whats = [r["what"] for r in anchored]
+    what = max(whats, key=whats.count)  # the most seeds
+    part = select(lwf, what=what)
+    run = part[0]["run"]
+    width = 8 * run["settings"]["width"]
+    kept = [(row, width, part) for row in ("none", "sdc", "ldc", "ldc-ridge")]
+    kept += [("ldc-anchor", width + k, group) for k, group in with_anchors(lwf, what).items()]
+    kept += [(f"nme-{m}", 3072 * m, part) for m in (1, 5, 10, 20, 50)]
+    for row, numbers, group in kept:
+        shares = shares_closed(group, row)
+        if shares:
+            series = "NME" if row.startswith("nme") else row
+            yield point(f"what is kept\n{what}", series, numbers, shares)
+    for row in ("none", "sdc", "ldc", "ldc-ridge", "ldc-anchor", "oracle"):
+        for t in range(1, run["tasks"] + 1):
+            ours, none = (numbers_of(part, f"t{t}", row=name) for name in (row, "none"))
+            gains = [ours[seed] - none[seed] for seed in ours if seed in none]
+            if gains:
+                yield point("task by task", row, t, gains)
     for row in ("ldc-ridge", "ldc-anchor"):
         ages = {}
         for r in select(part, row=row):
             distances = iter(r["oracle_distance"][-1])
-            for age, size in zip(range(last - 1, 0, -1), r["run"]["task_sizes"]):
+            for age, size in zip(range(run["tasks"] - 1, 0, -1), r["run"]["task_sizes"]):
                 of_task = [next(distances) for _ in range(size)]
                 ages.setdefault(age, []).append(statistics.mean(of_task))
         for age in sorted(ages):
@@ -504,7 +523,8 @@ FIGURES = {  # name -> (points, labels of the axes, which panels share a y axis,
                    "LwF on CIFAR-100: what our rows gain over LDC for what they keep; and the "
                    "distance of moved prototypes to the oracle's by the age of the class"),
 }
-AXES = {"what is kept": ("numbers kept for a class", None), "task by task": ("tasks learnt", None),
+AXES = {"what is kept": ("numbers kept for a class", None),
+        "task by task": ("tasks learnt", "points above no compensation"),
         "by age": ("tasks since the class was learnt", "cosine distance to the oracle")}
 
 
@@ -526,11 +546,12 @@ def draw(points, xlabel, ylabel, group):
                 markerfacecolor="none" if form == "s" else colour)
             low, high = ([a + sign * b for a, b in zip(y, deviation)] for sign in (-1, 1))
             axis.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
-        names = AXES.get(panel, (xlabel, ylabel))
+        kind = panel.split("\n")[0]
+        names = AXES.get(kind, (xlabel, ylabel))
         axis.set(xlabel=names[0], ylabel=names[1] or ylabel)
         axis.set_title("\n".join(textwrap.wrap(panel, 42)), fontsize=8)
         axis.grid(alpha=0.3)
-        if panel == "what is kept":
+        if kind == "what is kept":
             axis.set_xscale("log")
         if ylabel:
             tops.setdefault(group(panel), []).append(axis)

@@ -641,7 +641,7 @@ def folded(title, lines):
 def short_table(runs):
     """README.md's table: LwF on CIFAR-100, the paper's row first, ours below."""
     rows = {"none": "no compensation", "sdc": "SDC", "ldc": "LDC", "ldc-anchor": "`ldc-anchor`",
-            "oracle": "oracle"}
+            "ldc-anchor+lda": "`ldc-anchor+lda`", "oracle": "oracle"}
     lwf = words_of("cifar100 lwf")
     cells = [("", row, {**lwf, "row": row}, paper_value(lwf, row)) for row in rows]
     shown = [run for run in runs if run["finished"] and follows_paper(run)]

@@ -38,10 +38,10 @@ def at_most_32(x):
 class Anchor(nn.Module):
     """phi: normalised images (N, 3, H, W), pooled to 32 x 32 if larger -> (N, dim)."""
 
-    def __init__(self, first=128, second=512, groups=16):
+    def __init__(self, first=128, second=256, groups=16):
         super().__init__()
         self.groups = groups  # a filter of the second layer sees one group of channels: cheaper
-        self.dim = 2 * first + 2 * second
+        self.dim = 4 * first + 2 * second
         weights = random_filters(first, 3, 5, 0), random_filters(second, 2 * first // groups, 3, 1)
         for name, weight in zip(("first", "second"), weights):
             self.register_buffer(name, weight, persistent=False)
@@ -51,7 +51,8 @@ class Anchor(nn.Module):
         h = F.avg_pool2d(both_signs(F.conv2d(x, self.first, padding=2), 0.5), 2)
         h = h / (h.square().mean((1, 2, 3), keepdim=True).sqrt() + 1e-6)
         g = both_signs(F.conv2d(h, self.second, padding=1, groups=self.groups), 0.2)
-        return torch.cat([h.mean((2, 3)), g.mean((2, 3))], 1)
+        upper, lower = h.chunk(2, 2)  # a photograph has an up and a down: sky, ground
+        return torch.cat([part.mean((2, 3)) for part in (upper, lower, g)], 1)
 
 
 class Beside(nn.Module):

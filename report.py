@@ -506,7 +506,7 @@ STYLES = {  # matplotlib's format, colour, size of markers; a row of your own ge
     "ldc-ridge": ("D-", PINK, 4), "ldc-anchor": ("P-", GREEN, 6), "oracle": ("-.", BLACK, 0),
 }
 KDE_ROWS = {"none": "no compensation", "sdc": "SDC", "ldc": "LDC"}
-ANCHOR = 1280  # numbers that ldc-anchor keeps for a class beside its prototype
+ANCHOR = 1024  # numbers that ldc-anchor keeps for a class beside its prototype
 FIGURES = {  # name -> (points, labels of the axes, which panels share a y axis, caption)
     "fig-toy": (toy_points, "", "", str, "Where the mean of an old class goes, estimated from the "
                 "new task's images: SDC finds a translation, LDC (with a bias) rotation too"),

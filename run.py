@@ -54,7 +54,7 @@ OPTIONS = {  # name -> (default, help); P paper, S supplement, ldc the authors' 
     "ldc_passes": (1, "augmented passes for Adam; the authors: one per epoch; 0: clean images"),
     "ridge": (1e-3, "pull of the row ldc-ridge towards the identity"),  # ours
     "anchor_ridge": (1e-4, "the same of the row ldc-anchor"),  # ours
-    "anchor_width": (1280, "numbers of phi(x) that ldc-anchor has; 256: the first layer's"),  # ours
+    "anchor_width": (1024, "numbers of phi(x) that ldc-anchor has; 512: the first layer's"),  # ours
     "lda_shrink": (1.0, "pull of the lda read-out towards a sphere"),  # ours
     "sdc_sigma": (0.3, "width of SDC's kernel"),  # S
     "adc_alpha": (25.0, "length of ADC's steps"),  # ldc exps/lwf.json, as the next two
@@ -1160,7 +1160,7 @@ def build_parser():
 
 RANGES = (  # of numbers, by the first pattern that is in a setting's name
     ("seed", lambda x: 0 <= x < 2 ** 32, "0 to 4294967295"),
-    ("anchor_width", lambda x: 1 <= x <= 1280, "1 to 1280"),
+    ("anchor_width", lambda x: 1 <= x <= 1024, "1 to 1024"),
     ("buffer_size|warmup_epochs|ldc_passes|milestones", lambda x: x >= 0, "at least 0"),
     ("tasks|classes|limit|size|width|epochs|steps|images", lambda x: x >= 1, "at least 1"),
     ("fraction|prototype_labels", lambda x: 0 < x <= 1, "more than 0, at most 1"),

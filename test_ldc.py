@@ -3037,7 +3037,7 @@ def kept(smoke, tmp_path):
 
 def observed_in(folder, task):
     """What a run kept of a task."""
-    return run.restore(folder / f"features-0{task}.pt", SimpleNamespace(anchor_width=1280))
+    return run.restore(folder / f"features-0{task}.pt", SimpleNamespace(anchor_width=1024))
 
 
 def test_replay_repeats_the_rows_of_the_run_that_kept_them(kept, smoke):
@@ -3650,7 +3650,7 @@ def test_points_of_our_figures(fakes):
     # wider network has fewer seeds, and unit features are another experiment
     assert beyond["what is kept paper scale"] == {
         "none": [(128, 0, 0, 2)], "sdc": [(128, -50, 0, 2)], "ldc": [(128, 30, 7.0711, 2)],
-        "ldc-ridge": [(128, 40, 0, 2)], "ldc-anchor": [(384, 25, 0, 1), (1408, 50, 0, 2)],
+        "ldc-ridge": [(128, 40, 0, 2)], "ldc-anchor": [(384, 25, 0, 1), (1152, 50, 0, 2)],
         "NME": [(15360, 55, 0, 2), (61440, 60, 0, 2)]}
     assert "nme-5" not in beyond["task by task"]
     assert beyond["task by task"]["ldc-anchor"] == [(t, 20, 0, 2) for t in (1, 2, 3, 4)]

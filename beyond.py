@@ -24,7 +24,7 @@ def random_filters(count, channels, size, seed):
 
 def both_signs(x, threshold):
     """(N, c, H, W) -> (N, 2c, H, W): what exceeds the threshold, and what falls below minus it."""
-    return torch.cat([F.relu(x - threshold), F.relu(-x - threshold)], 1)
+    return torch.cat([(x - threshold).relu_(), (-threshold - x).relu_()], 1)
 
 
 def at_most_32(x):

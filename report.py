@@ -549,7 +549,8 @@ def draw(points, xlabel, ylabel, group):
         kind = panel.split("\n")[0]
         names = AXES.get(kind, (xlabel, ylabel))
         axis.set(xlabel=names[0], ylabel=names[1] or ylabel)
-        axis.set_title("\n".join(textwrap.wrap(panel, 42)), fontsize=8)
+        wrapped = [part for line in panel.split("\n") for part in textwrap.wrap(line, 42)]
+        axis.set_title("\n".join(wrapped), fontsize=8)
         axis.grid(alpha=0.3)
         if kind == "what is kept":
             axis.set_xscale("log")

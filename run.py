@@ -1229,7 +1229,10 @@ def open_data(args):
     strategies.check_backbone(args.settings["backbone"])
     args.weights_file = strategies.find_weights(SimpleNamespace(**args.settings), args.data_dir)
     name = "demo" if args.generated else args.dataset
-    return data.load(name, args.data_dir, image_size=args.image_size, limit=args.limit)
+    dataset = data.load(name, args.data_dir, image_size=args.image_size, limit=args.limit)
+    if data.DATASETS[name].classes not in (None, dataset.num_classes):
+        args.changed["classes"] = dataset.num_classes  # a part of it fills no table of the paper
+    return dataset
 
 
 def main(argv=None):
@@ -1260,9 +1263,12 @@ def main(argv=None):
             for seed in args.seed:
                 results.append(run_seed(args, dataset, seed))
             print(report.run_table(results, every_row=args.every_row))
+        sys.stdout.flush()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # `| head` has read what it wants; Python would complain at its exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         print(f"error: {where}{error.strerror or error}; check the folder, its rights and the "

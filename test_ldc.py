@@ -713,6 +713,9 @@ def test_cifar100_is_the_same_from_pickles_and_folders(cifar, tmp_path, capsys):
     assert equal(pickles, data.load("cifar100", tmp_path))
     assert counts(pickles) == [[4] * 3, [2] * 3]
     assert "3 of 100 classes found" in capsys.readouterr().err
+    args = resolved("--dataset", "cifar100", "--data-dir", str(tmp_path))
+    run.open_data(args)
+    assert args.changed == {"classes": 3}  # which no table of the paper shows
 
 
 class Bomb:
@@ -3253,6 +3256,17 @@ def test_without_git_the_commit_is_unknown(monkeypatch):
     assert run.commit() is None
 
 
+@pytest.mark.parametrize("flag", ["--help", "--show-settings"])
+def test_a_pipe_that_closes_early_is_no_error(flag):
+    """python ldc.py --help | head"""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, str(HERE / "ldc.py"), flag], stdout=writer,
+                          stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_every_flag_has_a_help_text_and_is_used():
     parser = run.build_parser()
     assert parser.format_help().count("\n") < 120
@@ -3566,6 +3580,7 @@ PROTOCOLS = [  # what a run changes, what else it is, its label, whether it is t
     ({"weights": "none"}, {"dataset": "cars"}, "paper scale, weights none", False),
     ({"weights": "w.npz"}, {}, "paper scale, weights w.npz", False),
     ({"lr": 0.1}, {}, "paper scale, lr 0.1", False),
+    ({"classes": 20}, {"dataset": "tinyimagenet"}, "paper scale, classes 20", False),
     ({"epochs": 5}, {}, "paper scale, width 16, 20 + 5 epochs", False),
     ({"epochs": 40, "milestones": [30], "lr": 0.01}, {"scale": "small"},
      "small scale, width 16, 20 + 40 epochs, lr 0.01", True),

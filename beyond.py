@@ -47,7 +47,11 @@ class Anchor(nn.Module):
             self.register_buffer(name, weight, persistent=False)
 
     def forward(self, x):
-        x = at_most_32(x)
+        # layers of eight images stay in a core's cache: twice as fast there, the same numbers
+        pieces = x.split(8) if x.device.type == "cpu" else [x]
+        return torch.cat([self.random_layers(at_most_32(piece)) for piece in pieces])
+
+    def random_layers(self, x):
         h = F.avg_pool2d(both_signs(F.conv2d(x, self.first, padding=2), 0.5), 2)
         h = h / (h.square().mean((1, 2, 3), keepdim=True).sqrt() + 1e-6)
         g = both_signs(F.conv2d(h, self.second, padding=1, groups=self.groups), 0.2)

@@ -1265,6 +1265,35 @@ def test_an_anchor_sees_what_the_old_features_have_lost():
     assert off["ldc-anchor"] < 0.01 and off["ldc-ridge"] > 1.9  # two apart in the lost direction
 
 
+def random_layer(image, filters, groups, threshold):
+    """Both signs of a convolution (c, H, W) -> (2k, H, W), place by place."""
+    filters, (_, side, _) = filters.double().numpy(), image.shape
+    size, maps = filters.shape[-1], []
+    padded = np.pad(image, ((0, 0), (size // 2,) * 2, (size // 2,) * 2))
+    for k, one in enumerate(filters):
+        first = k * groups // len(filters) * len(one)
+        seen = padded[first:first + len(one)]
+        maps.append([[(seen[:, i:i + size, j:j + size] * one).sum() for j in range(side)]
+                     for i in range(side)])
+    signs = np.concatenate([np.array(maps), -np.array(maps)])
+    return np.maximum(signs - threshold, 0)
+
+
+def test_phi_is_two_random_layers():
+    """Of the last of nine images; and its seeds' numbers, on which every stored phi-mean relies."""
+    anchor = beyond.Anchor(4, 8, 2)
+    x = torch.randn(9, 3, 8, 8, generator=gen())
+    h = random_layer(x[8].double().numpy(), anchor.first, 1, 0.5)
+    h = h.reshape(8, 4, 2, 4, 2).mean((2, 4))
+    h = h / np.sqrt((h ** 2).mean())
+    g = random_layer(h, anchor.second, 2, 0.2)
+    expected = np.concatenate([part.mean((1, 2)) for part in (h[:, :2], h[:, 2:], g)])
+    assert np.allclose(anchor(x)[8], expected, atol=1e-5)
+    seeds = [beyond.Anchor().first[0, 0, 0, :3], beyond.Anchor().second[0, 0, 0]]
+    assert torch.allclose(torch.cat(seeds), torch.tensor(
+        [-0.1316, -0.13446, -0.0371, -0.12303, -0.0605, -0.05274]), atol=1e-5)
+
+
 def test_the_anchor_is_fixed_cheap_and_takes_any_image():
     anchor = beyond.Anchor()
     assert not list(anchor.parameters()) and not anchor.state_dict()

@@ -3756,10 +3756,12 @@ def test_recorded_runs_differ_from_the_presets_by_what_they_say():
     for path in (HERE / "results").rglob("result.json"):
         recorded = json.loads(path.read_text())
         which = recorded["strategy"], recorded["dataset"], recorded["scale"]
-        presets = {"tasks": 5 if recorded["dataset"] == "demo" else 10,
+        classes = len(recorded["class_order"])
+        presets = {"tasks": 5 if recorded["dataset"] == "demo" else 10, "first_classes": None,
+                   "classes": data.DATASETS[recorded["dataset"]].classes or classes,
                    **run.preset_settings(*which), **run.preset_options(*which)}
         presets = json.loads(json.dumps(presets))  # lists for tuples
-        used = {**recorded, **recorded["settings"], **recorded["options"]}
+        used = {**recorded, **recorded["settings"], **recorded["options"], "classes": classes}
         assert recorded["finished"] and recorded["changed"].keys() <= presets.keys()
         for name in presets.keys() & used.keys() - {"label_fraction", "buffer_size"}:
             assert used[name] == recorded["changed"].get(name, presets[name]), (path, name)

@@ -1235,6 +1235,29 @@ def open_data(args):
     return dataset
 
 
+def carry_out(args):
+    """What the flags ask for: show settings, classify images, replay a run, or train."""
+    if args.show_settings:
+        shown = {name: getattr(args, name) for name in (*IDENTITY, "seed", "device")}
+        shown = {**shown.pop("settings"), **shown.pop("options"), **shown}
+        print("\n".join(f"{name}: {value}" for name, value in shown.items()))
+    elif args.predict:
+        if not args.run:
+            raise UserError("--predict needs --run, the folder of a finished run.")
+        paths = [file for path in args.predict
+                 for file in (data.list_images(path) if Path(path).is_dir() else [path])]
+        answers = Classifier(args.run, args.row, args.device)(paths)
+        for path, (name, similarity) in zip(paths, answers):
+            print(f"{path}: {name} (cosine similarity {similarity:.3f})")
+    elif args.replay:
+        print(report.run_table([replay(args)]))
+    else:
+        dataset = open_data(args)
+        results = [run_seed(args, dataset, seed) for seed in args.seed]
+        print(report.run_table(results, every_row=args.every_row))
+    sys.stdout.flush()
+
+
 def main(argv=None):
     """The command line; returns the exit code."""
     try:
@@ -1243,27 +1266,7 @@ def main(argv=None):
         args.command = shlex.join(["python", Path(sys.argv[0]).name, *words])
         resolve(args)
         torch.backends.cudnn.benchmark = True
-        if args.show_settings:
-            shown = {name: getattr(args, name) for name in (*IDENTITY, "seed", "device")}
-            shown = {**shown.pop("settings"), **shown.pop("options"), **shown}
-            print("\n".join(f"{name}: {value}" for name, value in shown.items()))
-        elif args.predict:
-            if not args.run:
-                raise UserError("--predict needs --run, the folder of a finished run.")
-            paths = [file for path in args.predict
-                     for file in (data.list_images(path) if Path(path).is_dir() else [path])]
-            answers = Classifier(args.run, args.row, args.device)(paths)
-            for path, (name, similarity) in zip(paths, answers):
-                print(f"{path}: {name} (cosine similarity {similarity:.3f})")
-        elif args.replay:
-            print(report.run_table([replay(args)]))
-        else:
-            dataset = open_data(args)
-            results = []
-            for seed in args.seed:
-                results.append(run_seed(args, dataset, seed))
-            print(report.run_table(results, every_row=args.every_row))
-        sys.stdout.flush()
+        carry_out(args)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

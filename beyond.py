@@ -10,7 +10,8 @@ from ldc import PrototypeStore, class_means, ldc_update, moved_by, ncm, to_float
 
 # ldc-anchor: LDC from a wider old space, [phi(x), f_{t-1}(x)], phi a fixed random function of the
 # image. The class means of phi are taken while the images are there and stay exact for ever, so of
-# what a prototype [phi-mean, P] is moved by only P is an estimate, and errors stop adding up.
+# what a prototype [phi-mean, P] is moved by only P is an estimate, and errors stop adding up. A
+# relative: in retrieval, FCT (Ramanujan et al., CVPR 2022) keeps learnt side information per image.
 
 
 def random_filters(count, channels, size, seed):

@@ -412,10 +412,9 @@ def curves_points(records):
     largest = {}
     for r in records:
         if r["labels"][0] != "n":
-            key = r["dataset"], r["strategy"], r["what"]
-            largest[key] = max(largest.get(key, "0"), r["labels"], key=float)
-    shown = [r for r in records
-             if largest.get((r["dataset"], r["strategy"], r["what"])) == r["labels"]]
+            run = id(r["run"])
+            largest[run] = max(largest.get(run, "0"), r["labels"], key=float)
+    shown = [r for r in records if largest.get(id(r["run"])) == r["labels"]]
     for heading, part in experiments(shown).items():
         for row in ordered_rows(part, every_row=False):
             curves = [r["accuracy"] for r in select(part, row=row)]

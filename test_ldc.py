@@ -3682,12 +3682,15 @@ def test_points_of_our_figures(fakes):
             "anchor_width": 256, "unit_features": True}}.items():
         rows = {"none": 20.0, "ldc-anchor": 30.0, "oracle": 60.0}
         fake_run(fakes, name, rows=rows, tasks=4, strategy="lwf", changed=changed)
+    few = {"strategy": "lwf", "labels": "0.25", "changed": {"label_fraction": 0.25}}
+    fake_run(fakes, "few", rows={"none": 9.0}, tasks=4, **few)
     report_of(fakes, "fig-curves", "fig-beyond")
     curves = points_of(fakes, "fig-curves")
     lwf = curves[LWF.replace(",", ";")]
     assert list(lwf) == ["none", "sdc", "ldc", "ldc-ridge", "ldc-anchor", "oracle", "mine"]
     assert lwf["ldc"] == [(t, 36 - t, SPREAD, 2) for t in (1, 2, 3, 4)]
     assert lwf["mine"] == [(t, 54 - t, 0, 1) for t in (1, 2, 3, 4)]
+    assert list(curves[f"{LWF}, 25 % of the labels".replace(",", ";")]) == ["none"]
     assert curves[BIRDS.replace(",", ";")]["mine"][0] == (1, 52, 0, 1)
     beyond = points_of(fakes, "fig-beyond")
     # a prototype of width 16 has 128 numbers, an image 3072; none is at 20, the oracle at 60; the

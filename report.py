@@ -407,14 +407,14 @@ def kde_points(records):
             yield point(f"after task {t}", row, x, [density])
 
 
+def largest_share(run):
+    """The largest share of labels that a run has rows for, "1" or "0.25"."""
+    return max((labels for labels in run["rows"] if labels[0] != "n"), key=float, default=None)
+
+
 def curves_points(records):
     """Accuracy over the tasks of every run, with its largest share of labels."""
-    largest = {}
-    for r in records:
-        if r["labels"][0] != "n":
-            run = id(r["run"])
-            largest[run] = max(largest.get(run, "0"), r["labels"], key=float)
-    shown = [r for r in records if largest.get(id(r["run"])) == r["labels"]]
+    shown = [r for r in records if r["labels"] == largest_share(r["run"])]
     for heading, part in experiments(shown).items():
         for row in ordered_rows(part, every_row=False):
             curves = [r["accuracy"] for r in select(part, row=row)]
